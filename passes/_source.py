@@ -1,0 +1,177 @@
+"""Nodes of an fx graph as Python statements."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompile.collectives import COLLECTIVES
+from tpcompile.errors import TpcompileError
+from tpcompile.ir import Source, TensorType, Type
+
+WIDTH = 120
+RESERVED = frozenset({"aten", "collectives", "device", "math", "nn", "operator", "self", "torch", *keyword.kwlist, *dir(builtins)})
+"""Names that a local variable of an emitted function does not take."""
+
+_INFIX = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//", operator.mod: "%",
+    operator.pow: "**", operator.eq: "==", operator.ne: "!=", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
+}  # fmt: skip
+
+_DTYPES = {
+    torch.bfloat16: "bf16", torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128", torch.float16: "f16",
+    torch.float32: "f32", torch.float64: "f64", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8",
+}  # fmt: skip
+
+
+class Scope:
+    """The variable names of one function."""
+
+    def __init__(self) -> None:
+        self.names: dict[fx.Node, str] = {}
+        self._taken = set(RESERVED)
+
+    def name(self, node: fx.Node, wanted: str, *, keep: bool = False) -> str:
+        """Give a node a variable: `wanted`, or `wanted_1`, `wanted_2`, … where it is taken."""
+        name, count = wanted, 0
+        while name in self._taken and not keep:
+            count += 1
+            name = f"{wanted}_{count}"
+        self._taken.add(name)
+        self.names[node] = name
+        return name
+
+
+def stem(node: fx.Node) -> str:
+    """A node's name without its number, so that equal layers have equal names."""
+    return re.sub(r"(_\d+)+$", "", node.name)
+
+
+def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
+    """An argument of a node, as Python; devices are the module's own."""
+    match value:
+        case fx.Node():
+            return names[value]
+        case torch.device():
+            return "device"
+        case float() if not math.isfinite(value):
+            return f'float("{value}")'
+        case slice():
+            return f"slice({literal(value.start, names)}, {literal(value.stop, names)}, {literal(value.step, names)})"
+        case tuple():
+            inside = ", ".join(literal(item, names) for item in value)
+            return f"({inside},)" if len(value) == 1 else f"({inside})"
+        case list():
+            return "[" + ", ".join(literal(item, names) for item in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{literal(k, names)}: {literal(v, names)}" for k, v in value.items()) + "}"
+        case EllipsisType():
+            return "..."
+        case None | bool() | int() | float() | complex() | str() | torch.dtype() | torch.layout() | torch.memory_format():
+            return repr(value)
+        case _:
+            raise TpcompileError(f"a {type(value).__name__} cannot be written as Python source", at=repr(value))
+
+
+def has_device(node: fx.Node) -> bool:
+    """Whether a node names a device."""
+    found: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: found.append(leaf) if isinstance(leaf, torch.device) else None)
+    return bool(found)
+
+
+def site_of(node: fx.Node) -> int | None:
+    """The number of a dropout's site: what differs between layers that are equal otherwise."""
+    if getattr(node.target, "namespace", "") != "tpcompile" or getattr(node.target, "_opname", "") != "dropout":
+        return None
+    return int(node.kwargs.get("site", node.args[3] if len(node.args) > 3 else 0))  # type: ignore[call-overload,no-any-return]
+
+
+def expression(node: fx.Node, names: Mapping[fx.Node, str], site: str = "") -> str:
+    """What a node computes. `site` is how a dropout's site is written."""
+    args = [literal(arg, names) for arg in node.args]
+    kwargs = {key: literal(value, names) for key, value in node.kwargs.items()}
+    if node.op == "call_method":
+        return f"{args[0]}.{node.target}{_arguments(args[1:], kwargs)}"
+    if node.op != "call_function":
+        raise TpcompileError(f"a node of kind {node.op} cannot be written as Python source", at=node.format_node() or node.name)
+    if isinstance(node.target, torch._ops.OpOverload):
+        if node.target.namespace == "tpcompile" and node.target._opname in COLLECTIVES:
+            return _collective(node, args, kwargs, site)
+        return _operator(node.target) + _arguments(args, kwargs)
+    if node.target is operator.getitem:
+        return f"{args[0]}[{args[1]}]"
+    if node.target in _INFIX and len(args) == 2:
+        return f"{args[0]} {_INFIX[node.target]} {args[1]}"
+    return _function(node) + _arguments(args, kwargs)
+
+
+def _collective(node: fx.Node, args: list[str], kwargs: dict[str, str], site: str) -> str:
+    name = node.target._opname  # type: ignore[union-attr]
+    if name == "dropout" and len(args) > 3:
+        args[3] = site or args[3]
+    elif name == "dropout":
+        kwargs["site"] = site or kwargs["site"]
+    elif len(args) > 1:
+        args[1] = f"self.{node.args[1]}"
+    else:
+        kwargs["axis"] = f"self.{node.kwargs['axis']}"
+    return f"collectives.{name}{_arguments(args, kwargs)}"
+
+
+def _operator(target: torch._ops.OpOverload) -> str:
+    packet = f"aten.{target._opname}" if target.namespace == "aten" else f"torch.ops.{target.namespace}.{target._opname}"
+    overload = target._overloadname
+    return f'getattr({packet}, "{overload}")' if keyword.iskeyword(overload) else f"{packet}.{overload}"
+
+
+def _function(node: fx.Node) -> str:
+    module, name = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
+    if module in ("_operator", "operator"):
+        return f"operator.{name}"
+    if module in ("math", "builtins") and (hasattr(math, name) or hasattr(builtins, name)):
+        return f"math.{name}" if hasattr(math, name) else name
+    if getattr(torch, name, None) is node.target:
+        return f"torch.{name}"
+    raise TpcompileError(f"{node.target} cannot be written as Python source", at=node.format_node() or node.name)
+
+
+def _arguments(args: Sequence[str], kwargs: Mapping[str, str]) -> str:
+    plain = [f"{key}={value}" for key, value in kwargs.items() if not keyword.iskeyword(key)]
+    odd = [f'"{key}": {value}' for key, value in kwargs.items() if keyword.iskeyword(key)]
+    return "(" + ", ".join([*args, *plain, *(["**{" + ", ".join(odd) + "}"] if odd else [])]) + ")"
+
+
+def type_text(type: Type | None) -> str:
+    """A type in a comment: f32[b, s, 64]."""
+    if isinstance(type, TensorType):
+        return f"{_DTYPES.get(type.dtype, str(type.dtype))}[{', '.join(str(size) for size in type.shape)}]"
+    if isinstance(type, tuple):
+        return ", ".join(type_text(part) for part in type)
+    return ""
+
+
+def statement(target: str, value: str, dead: Sequence[str], comment: str) -> str:
+    """`target = value; del dead  # comment`, with a long call's arguments on a line of their own."""
+    line = f"{target} = {value}" if target else value
+    if len(line) > WIDTH and value.endswith(")") and "(" in value:
+        head, _, rest = line.partition("(")
+        line = f"{head}(\n    {rest[:-1]},\n)"
+    if dead:
+        line += f"; del {', '.join(dead)}"
+    return f"{line}  # {comment}" if comment else line
+
+
+def origin(source: Source | None) -> str:
+    """The user's line that a node came from."""
+    return f"# {source.file.rsplit('/', 1)[-1]}:{source.line}  {source.code.strip()}".rstrip() if source else ""

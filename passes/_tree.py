@@ -1,0 +1,126 @@
+"""The modules of an emitted stage: original names, local shapes, and the constructor that makes them."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or buffer of an emitted module, with the values that it starts with."""
+
+    value: Tensor
+    is_parameter: bool
+    persistent: bool = True
+
+
+@dataclass
+class Tree:
+    """A module under construction. `made` is the expression that makes a layer; an empty one is a plain container."""
+
+    children: dict[str, Tree] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
+    made: str = ""
+
+    def at(self, path: str) -> Tree:
+        """The module at a dotted path; None of its parents has to exist."""
+        tree = self
+        for name in filter(None, path.split(".")):
+            tree = tree.children.setdefault(name, Tree())
+        return tree
+
+    def tensors(self, prefix: str = "") -> Iterator[tuple[str, Held]]:
+        for name, held in self.held.items():
+            yield prefix + name, held
+        for name, child in self.children.items():
+            yield from child.tensors(f"{prefix}{name}.")
+
+    @property
+    def kind(self) -> str:
+        """How the module is printed: as a list, as a dictionary of numbered modules, or with attributes."""
+        numbered = bool(self.children) and not self.held and all(name.isdecimal() for name in self.children)
+        if numbered and list(self.children) == [str(index) for index in range(len(self.children))]:
+            return "list"
+        return "dict" if numbered else "module"
+
+
+def attribute(root: Tree, path: str, owner: str = "self") -> str:
+    """The expression for what lies at a dotted path: self.transformer.h[0].attn.c_attn.weight."""
+    tree: Tree | None = root
+    for name in path.split("."):
+        kind = tree.kind if tree and name in tree.children else "module"
+        if kind == "list":
+            owner = f"{owner}[{name}]"
+        elif kind == "dict":
+            owner = f'{owner}["{name}"]'
+        else:
+            owner = f"{owner}.{name}" if _is_name(name) else f'getattr({owner}, "{name}")'
+        tree = tree.children.get(name) if tree else None
+    return owner
+
+
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def constructor(tree: Tree, owner: str = "self") -> list[str]:
+    """The statements of __init__ that make a module's parameters, buffers and submodules."""
+    lines = [_tensor(owner, name, held) for name, held in tree.held.items()]
+    for name, child in tree.children.items():
+        where = attribute(tree, name, owner)
+        if tree.kind == "module":
+            made = _module(child)
+            lines.append(f"{where} = {made}" if _is_name(name) else f'{owner}.add_module("{name}", {made})')
+        if not child.made:
+            lines += constructor(child, where)
+    return lines
+
+
+def _module(tree: Tree) -> str:
+    """The expression that makes a submodule; what lies in a plain container is filled in after."""
+    if tree.made or tree.kind == "module":
+        return tree.made or "nn.Module()"
+    made = [_module(child) for child in tree.children.values()]
+    if tree.kind == "dict":
+        return "nn.ModuleDict({" + ", ".join(f'"{name}": {child}' for name, child in zip(tree.children, made, strict=True)) + "})"
+    if len(set(made)) == 1 and len(made) > 1 and "\n" not in made[0]:
+        return f"nn.ModuleList({made[0]} for _ in range({len(made)}))"
+    return "nn.ModuleList([" + ", ".join(made) + "])"
+
+
+def _tensor(owner: str, name: str, held: Held) -> str:
+    shape = tuple(held.value.shape)
+    empty = f"torch.empty({shape}, dtype={held.value.dtype}, device=device)"
+    if not held.is_parameter:
+        return f'{owner}.register_buffer("{name}", {empty}{"" if held.persistent else ", persistent=False"})'
+    made = f"nn.Parameter({empty}{'' if held.value.requires_grad else ', requires_grad=False'})"
+    return f"{owner}.{name} = {made}" if _is_name(name) else f'{owner}.register_parameter("{name}", {made})'
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Held]) -> None:
+    """Put the values in place of the meta tensors that the constructor made."""
+    for path, held in tensors.items():
+        owner, _, name = path.rpartition(".")
+        place = module.get_submodule(owner)
+        if held.is_parameter:
+            place.register_parameter(name, nn.Parameter(held.value, requires_grad=held.value.requires_grad))
+        else:
+            place.register_buffer(name, held.value, persistent=held.persistent)
+
+
+def numbered(paths: Sequence[str]) -> str:
+    """Paths for a docstring: "h.0, h.1, h.2" is "h.0 to h.2"."""
+    if len(paths) < 3:
+        return ", ".join(paths)
+    return f"{paths[0]} to {paths[-1]}, {len(paths)} layers"
+
+
+def local_piece(value: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """A copy of a tensor's own index ranges along a dimension, joined."""
+    pieces = [value.narrow(dim, start, stop - start) for start, stop in ranges if stop > start]
+    return torch.cat(pieces or [value.narrow(dim, 0, 0)], dim)
