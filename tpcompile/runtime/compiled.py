@@ -1,0 +1,267 @@
+"""`tpcompile.compile` and the object that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpcompile.driver import Compilation, Options, lower
+from tpcompile.errors import InputError, Refused, TpcompileError, caller
+from tpcompile.mesh import Mesh
+from tpcompile.passes.capture import matches
+from tpcompile.passes.emit import RankProgram
+from tpcompile.runtime import batch as batches
+from tpcompile.runtime import fingerprint
+from tpcompile.runtime.batch import Batch, Division
+from tpcompile.runtime.engine import Capture, Engine
+from tpcompile.runtime.groups import connect
+from tpcompile.runtime.schedule import check_schedule
+
+
+def compile(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh | str,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    microbatches: int | None = None,
+    split_batches: bool = True,
+    schedule: str = "1f1b",
+    data_parallel: str = "ddp",
+    overrides: Mapping[str, str] | None = None,
+) -> Compiled:
+    """Compile a model for a mesh of data × pipeline × tensor parallel ranks.
+
+    `model` is read and never changed. `mesh` is a Mesh, text such as "dp=2,pp=2,tp=2", or a torch DeviceMesh with these dimension names.
+    `example_inputs`, the whole batch or one replica's, may be a tuple or a mapping; without them the model's `dummy_inputs` serve, else
+    the first call. `loss(outputs, batch)` gives a scalar; without it the output's `.loss` counts, or the output if it is a scalar.
+    A batch is divided into `microbatches` per replica: 1 without a pipeline, else as many as stages. With `split_batches` every rank
+    passes the same whole batch and takes its replica's rows, otherwise every rank passes its replica's own rows.
+
+    No process group is needed: only running needs one. Raises InputError, CaptureError or Refused, with what to do about it.
+    """
+    placed = Mesh.of(mesh)
+    count = (placed.pp if placed.pp > 1 else 1) if microbatches is None else microbatches
+    check_schedule(schedule, count, placed.pp)
+    if data_parallel != "ddp":
+        raise Refused(f"data_parallel={data_parallel!r} is not there yet", at="compile", source=caller(), fix='use data_parallel="ddp"')
+    options = Options(loss, count, split_batches, schedule, data_parallel, dict(overrides or {}))
+    compiled = Compiled(model, placed, options, mesh if isinstance(mesh, DeviceMesh) else None)
+    if example_inputs is None:
+        example_inputs = getattr(model, "dummy_inputs", None)
+    if example_inputs is not None:
+        given = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), example_inputs)
+        compiled._capture(batches.bind(model.forward, *given))
+    return compiled
+
+
+class Compiled:
+    """A compiled model. It holds this rank's part; explaining it and reading any rank's program need no process group."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, options: Options, devices: DeviceMesh | None) -> None:
+        self.model, self.mesh, self.options = model, mesh, options
+        self._devices = devices
+        self._division = Division.of(mesh, options.microbatches, options.split_batches)
+        self._compilations: list[Compilation] = []
+        self._captures: list[Capture] = []  # of the same numbers, once they run
+        self._engine: Engine | None = None
+        self._program: RankProgram | None = None
+
+    # ---------------------------------------------------------------------------------------- reading
+
+    @property
+    def compilation(self) -> Compilation:
+        """What the compiler made of the first example inputs."""
+        if not self._compilations:
+            raise InputError(
+                "the model is not captured yet: compile was given no example inputs",
+                at="compiled",
+                source=caller(),
+                fix="pass example_inputs to tpcompile.compile, or run a step first",
+            )
+        return self._compilations[0]
+
+    @property
+    def history(self) -> Any:
+        """The graph after each pass, by the pass's name."""
+        return self.compilation.history
+
+    def explain(self) -> Any:
+        """The plan: what was found, how it was cut, what was left whole and why."""
+        from tpcompile.inspect.explain import explain
+
+        return explain(self.compilation)
+
+    def program(self, rank: int | None = None) -> RankProgram:
+        """What a rank runs; by default this process's rank. Any rank's can be read, and a process that runs gets its own."""
+        here = dist.get_rank() if dist.is_initialized() else 0
+        if rank is None or rank == here:
+            return self._own_program(here)
+        if not 0 <= rank < self.mesh.size:
+            raise InputError(f"no rank {rank} in mesh {self.mesh}", at=f"compiled.program({rank})", source=caller(), fix=f"ranks are 0 to {self.mesh.size - 1}")
+        return self.compilation.rank_program(self.model, rank, torch.device("cpu"))
+
+    def _own_program(self, rank: int) -> RankProgram:
+        if self._program is None:
+            device = self._engine.groups.device if self._engine else torch.device("cpu")
+            self._program = self.compilation.rank_program(self.model, rank, device)
+        return self._program
+
+    # ------------------------------------------------------------------------------------- parameters
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's module, with the parameter names of the user's model."""
+        return self._running("compiled.module").root.program
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, cut as the plan says."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, by their names in the user's model."""
+        return self._running("compiled.named_parameters()").root.named_own_parameters()
+
+    def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
+        """An optimizer over this rank's parameters: `compiled.optimizer(torch.optim.AdamW, lr=3e-4)`."""
+        self._running(f"compiled.optimizer({kind.__name__})")
+        return kind([p for p in self.parameters() if p.requires_grad], **settings)
+
+    # ---------------------------------------------------------------------------------------- running
+
+    def train_step(self, **batch: Any) -> Tensor:
+        """Forward and backward of a batch; returns its loss, detached and the same on every rank. Gradients add up in `.grad`."""
+        call = batches.describe("train_step", batch)
+        self._check_labels(batch, call)
+        capture, tensors = self._prepare(batch, call, self.options.microbatches)
+        if capture.program.loss is None:
+            raise InputError(
+                "the model has no loss: its output is neither a scalar nor has a .loss",
+                at=call,
+                source=caller(),
+                fix="pass loss= to tpcompile.compile, or the labels with the batch",
+            )
+        assert self._engine is not None
+        return self._engine.train(capture, tensors, self.options.microbatches)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for this replica's rows, in its own type. Without a pipeline it can be differentiated.
+
+        With pp > 1 it is a forward without gradients; the output is on every rank. A loss is that of the whole batch.
+        """
+        batch = batches.bind(self.model.forward, args, kwargs)
+        count = self.options.microbatches if self.mesh.pp > 1 else 1
+        capture, tensors = self._prepare(batch, batches.describe("", batch).replace("(", "compiled(", 1), count)
+        assert self._engine is not None
+        return self._engine.forward(capture, tensors, count)
+
+    def _running(self, call: str) -> Engine:
+        """The engine, made when it is first needed. Collective."""
+        if self._engine is None:
+            if not self._compilations:
+                raise InputError(
+                    "no parameters yet: the model is captured at the first step, since compile was given no example inputs",
+                    at=call,
+                    source=caller(),
+                    fix="pass example_inputs to tpcompile.compile, or run a step first",
+                )
+            self._start(call)
+        assert self._engine is not None
+        return self._engine
+
+    def _start(self, call: str) -> None:
+        groups = connect(self.mesh, self._devices, call)
+        fingerprint.compare(self._fingerprint())
+        seed = [torch.initial_seed() & (2**62 - 1)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(seed, src=0)
+        if self._program is None:
+            self._program = self.compilation.rank_program(self.model, groups.rank, groups.device)
+        if len(self._program.modules) != 1:
+            raise TpcompileError(f"rank {groups.rank} holds {len(self._program.modules)} stages", at=call)
+        self._engine = Engine(self.model, self._program.module.to(groups.device), groups, self.options.schedule, seed[0])
+        self._captures = [self._own(0, self.compilation, self._program)]
+
+    @staticmethod
+    def _own(number: int, compilation: Compilation, program: RankProgram) -> Capture:
+        return Capture.of(number, compilation.program, compilation.stages, program.stages[0])
+
+    def _fingerprint(self) -> dict[str, str]:
+        compilation, options = self.compilation, self.options
+        loss = f"{options.loss.__module__}.{options.loss.__qualname__}" if options.loss else None
+        shown = {name: value for name, value in vars(options).items() if name != "loss"}
+        return {
+            "versions": f"torch {torch.__version__}",
+            "mesh": str(self.mesh),
+            "options": f"{shown} loss={loss}",
+            "parameter shapes": fingerprint.shapes(self.model),
+            "parameter values": fingerprint.values(self.model),
+            "graph": str(compilation.program.graph),
+            "plan": "\n".join(str(stage.graph) for stage in compilation.stages),
+        }
+
+    # --------------------------------------------------------------------------------------- captures
+
+    def _prepare(self, batch: Batch, call: str, microbatches: int) -> tuple[Capture, dict[str, Tensor]]:
+        """The capture for a batch, and the replica's rows by placeholder name. All ranks take the same capture, or raise."""
+        division = Division(self._division.replicas, microbatches, self.mesh.pp)
+        if not self._compilations:
+            self._capture(batch)
+        engine = self._running(call)
+        found = next((i for i, c in enumerate(self._compilations) if self._fits(c, batch, division)), None)
+        if found is None:
+            found = self._capture(batch, division)
+        if found == len(self._captures):
+            compilation = self._compilations[found]
+            program = compilation.rank_program(self.model, engine.groups.rank, engine.groups.device)
+            self._captures.append(self._own(engine.adopt(program.module), compilation, program))
+        capture = self._captures[found]
+        inputs = capture.program.inputs
+        tensors = batches.flatten(batch, inputs, call)
+        batches.check_rows(batches.rows_of(tensors, inputs, call), division, call)
+        replica = engine.groups.coordinates["dp"] if division.replicas > 1 else 0
+        rows = batches.part(tensors, _dims(capture), replica, division.replicas)
+        engine.agree(capture, call, "all" if self.options.split_batches else "dp")
+        return capture, batches.to_device(rows, engine.groups.device)
+
+    def _fits(self, compilation: Compilation, batch: Batch, division: Division) -> bool:
+        """Whether a capture serves a batch, which it sees in the shape of one micro-batch."""
+        program = compilation.program
+        try:
+            tensors = batches.flatten(batch, program.inputs, "")
+        except InputError:
+            return False
+        dims = {name: i.batch_dim for name, i in program.inputs.items()}
+        return matches(program, batches.structured(batch, program, batches.part(tensors, dims, 0, division.parts)), self.model)
+
+    def _capture(self, batch: Batch, division: Division | None = None) -> int:
+        """Lower the model for a batch of these shapes; returns the number of the capture."""
+        compilation = lower(self.model, self.mesh, batches.example(batch, division or self._division), self.options)
+        reason = compilation.program.loss_reason
+        if reason and self.mesh.dp * self.options.microbatches > 1:
+            raise Refused(
+                f"the loss of a batch is not the sum of its parts' losses: {reason}",
+                at=f"compile(dp={self.mesh.dp}, microbatches={self.options.microbatches})",
+                source=caller(),
+                fix="use dp=1 and microbatches=1, or a loss that is a sum or a mean over tokens",
+            )
+        self._compilations.append(compilation)
+        return len(self._compilations) - 1
+
+    def _check_labels(self, batch: Batch, call: str) -> None:
+        """Inputs that only the loss takes must be there: without them another capture would have no loss."""
+        if not self._compilations or (program := self._compilations[0].program).loss is None:
+            return
+        given = batches.leaves(batch)
+        missing = [i.path for i in program.inputs.values() if given.get(i.path) is None]
+        if any(batches.is_target(path, self.model.forward) for path in missing):
+            raise batches.missing(missing, call, loss=True)
+
+
+def _dims(capture: Capture) -> dict[str, int | None]:
+    return {name: i.batch_dim for name, i in capture.program.inputs.items()}

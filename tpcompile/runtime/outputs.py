@@ -1,0 +1,92 @@
+"""From what the last stage returns to the output of the user's model, in its own type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tpcompile.ir import Program, TensorType
+from tpcompile.runtime.groups import Groups
+from tpcompile.runtime.step import mean_over_replicas
+
+
+def returned(program: Program) -> list[str]:
+    """The names of what the last stage returns: the program's outputs, the loss first."""
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    names = list(dict.fromkeys(node.name for node in pytree.tree_leaves(output.args[0])))
+    if program.loss in names:
+        names.remove(program.loss)
+        names.insert(0, program.loss)
+    return names
+
+
+def rebuild(program: Program, values: tuple[Tensor, ...]) -> Any:
+    """The user's output object. With a loss of the user's own, which stands in no output, only the outputs."""
+    by_name = dict(zip(returned(program), values, strict=True))
+    found = [by_name[name] if name is not None else program.output_constants.get(i) for i, name in enumerate(program.outputs)]
+    return pytree.tree_unflatten(found, program.out_spec)
+
+
+class _Reported(torch.autograd.Function):
+    """The whole batch's loss in forward; in backward the replica's own, which the data-parallel engine averages."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, groups: Groups) -> Tensor:  # type: ignore[override]
+        return mean_over_replicas(loss, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def whole_loss(program: Program, values: tuple[Tensor, ...], groups: Groups) -> tuple[Tensor, ...]:
+    """Outputs whose loss is that of the whole batch, over all replicas. Collective over dp."""
+    if program.loss is None or groups.mesh.dp == 1:
+        return values
+    loss: Tensor = _Reported.apply(values[0], groups)  # type: ignore[no-untyped-call]
+    return loss, *values[1:]
+
+
+def merge(program: Program, chunks: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The outputs of micro-batches as those of the replica's rows: the loss is summed, rows follow each other."""
+    merged = []
+    for index, (name, parts) in enumerate(zip(returned(program), zip(*chunks, strict=True), strict=True)):
+        if index == 0 and name == program.loss:
+            merged.append(torch.stack(parts).sum(0))
+        else:
+            dim = _row_dim(program, name)
+            merged.append(parts[0] if dim is None else torch.cat(parts, dim))
+    return tuple(merged)
+
+
+def _row_dim(program: Program, name: str) -> int | None:
+    """The dimension of a value that counts the batch's rows."""
+    kind = program.types[name]
+    rows = {symbol for symbol, (placeholder, dim) in program.symbols.items() if program.inputs[placeholder].batch_dim == dim}
+    if not isinstance(kind, TensorType):
+        return None
+    for dim, size in enumerate(kind.shape):
+        if not isinstance(size, int) and size.free_symbols & rows:
+            return dim
+    return None if rows or not kind.shape else 0
+
+
+def to_every_stage(values: tuple[Tensor, ...], groups: Groups) -> tuple[Tensor, ...]:
+    """The last stage's outputs on every stage. Collective over pp."""
+    pipeline = groups.group("pp")
+    if pipeline is None:
+        return values
+    source = groups.at_stage(groups.mesh.pp - 1)
+    kinds: list[Any] = [[(tuple(value.shape), value.dtype) for value in values]]
+    dist.broadcast_object_list(kinds, src=source, group=pipeline)
+    here = groups.rank == source
+    sent = []
+    for index, (shape, dtype) in enumerate(kinds[0]):
+        value = values[index].contiguous() if here else torch.empty(shape, dtype=dtype, device=groups.device)
+        dist.broadcast(value, src=source, group=pipeline)
+        sent.append(value)
+    return tuple(sent)

@@ -1,0 +1,63 @@
+"""Weights that several pipeline stages use, such as a tied embedding and head: one weight, held by several ranks.
+
+Every holder has the gradient of its own uses; their sum is the weight's gradient, and all holders get it, so that equal optimizers
+keep the copies equal. The sum comes after the data-parallel reduction. It must not take in what an earlier step has summed already,
+so a step sets earlier gradients aside and adds them back at its end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpcompile.ir import Stage
+from tpcompile.runtime.data_parallel import local
+from tpcompile.runtime.groups import Groups
+from tpcompile.runtime.stage import StageRoot
+
+
+def shared_weights(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """Qualified parameter names that stand on more than one stage, with those stages."""
+    holders: dict[str, list[int]] = defaultdict(list)
+    for stage in stages:
+        for name in sorted(set(stage.parameters.values())):
+            holders[name].append(stage.index)
+    return {name: tuple(held) for name, held in sorted(holders.items()) if len(held) > 1}
+
+
+class SharedWeights:
+    """The weights of this rank that other stages hold too. Making one is collective; so are its calls."""
+
+    def __init__(self, stages: Sequence[Stage], groups: Groups) -> None:
+        shared = shared_weights(stages)
+        by_holders = {held: groups.holders(held) for held in sorted(set(shared.values()))}
+        here = groups.coordinates["pp"]
+        self._groups = [(name, group) for name, held in shared.items() if here in held and (group := by_holders[held]) is not None]
+        self._aside: dict[str, Tensor] = {}
+
+    def set_aside(self, root: StageRoot) -> None:
+        """Before a step: take away what earlier steps left."""
+        parameters = dict(root.named_own_parameters())
+        self._aside = {}
+        for name, _ in self._groups:
+            if (grad := parameters[name].grad) is not None:
+                self._aside[name], parameters[name].grad = grad, None
+
+    @torch.no_grad()
+    def sum_gradients(self, root: StageRoot) -> None:
+        """After a step: sum over the holders, and put back what was set aside."""
+        parameters = dict(root.named_own_parameters())
+        for name, group in self._groups:
+            parameter = parameters[name]
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local(parameter.grad), group=group)
+            if name in self._aside:
+                parameter.grad.add_(self._aside[name])
+        self._aside = {}
