@@ -42,7 +42,7 @@ def arrange(stage: Stage, paths: Mapping[str, str], layers: Sequence[str]) -> tu
     """
     nodes = live(stage.graph)
     place = {node: index for index, node in enumerate(nodes)}
-    home = _homes(nodes, paths, layers)
+    home = _homes(nodes, place, paths, layers)
     learned = _learned(stage, nodes)
     for layer in layers:
         members = [node for node in nodes if home[node] == layer]
@@ -58,18 +58,20 @@ def arrange(stage: Stage, paths: Mapping[str, str], layers: Sequence[str]) -> tu
         home.update({node: "" for node in nodes if home[node] == stuck})
 
 
-def _homes(nodes: Sequence[fx.Node], paths: Mapping[str, str], layers: Sequence[str]) -> dict[fx.Node, str]:
-    """Every node's layer; a node that a pass added goes where its users are, or where its inputs come from."""
+def _homes(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int], paths: Mapping[str, str], layers: Sequence[str]) -> dict[fx.Node, str]:
+    """Every node's layer; a node that a pass added goes where its users are, or where the latest of its inputs comes from."""
     home = {node: layer_of(paths[node.name], layers) for node in nodes if node.name in paths}
     unknown = [node for node in nodes if node not in home]
+    inside = set(nodes)
     for node in reversed(unknown):
         users = {home[user] for user in node.users if user in home}
-        made_here = any(source in home or source in unknown for source in node.all_input_nodes)
+        made_here = any(source in inside for source in node.all_input_nodes)
         if len(users) == 1 and (not made_here or getattr(node.target, "_opname", "") in _BEFORE_USE):
             home[node] = users.pop()
     for node in unknown:
         if node not in home:
-            home[node] = next((home[source] for source in reversed(node.all_input_nodes) if source in home), "")
+            sources = [source for source in node.all_input_nodes if source in home]
+            home[node] = home[max(sources, key=place.__getitem__)] if sources else ""
     return {node: home[node] for node in nodes}
 
 

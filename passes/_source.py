@@ -17,6 +17,7 @@ from torch import fx
 from tpcompile.collectives import COLLECTIVES
 from tpcompile.errors import TpcompileError
 from tpcompile.ir import Source, TensorType, Type
+from tpcompile.layout import Layout, whole
 
 WIDTH = 120
 RESERVED = frozenset({"aten", "collectives", "device", "math", "nn", "operator", "self", "torch", *keyword.kwlist, *dir(builtins)})
@@ -112,7 +113,8 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str], site: str = "") -> s
     if node.target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
     if node.target in _INFIX and len(args) == 2:
-        return f"{args[0]} {_INFIX[node.target]} {args[1]}"
+        left, right = (f"({arg})" if arg.startswith("-") else arg for arg in args)
+        return f"{left} {_INFIX[node.target]} {right}"
     return _function(node) + _arguments(args, kwargs)
 
 
@@ -139,8 +141,8 @@ def _function(node: fx.Node) -> str:
     module, name = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
     if module in ("_operator", "operator"):
         return f"operator.{name}"
-    if module in ("math", "builtins") and (hasattr(math, name) or hasattr(builtins, name)):
-        return f"math.{name}" if hasattr(math, name) else name
+    if module in ("math", "builtins"):
+        return f"math.{name}" if module == "math" else name
     if getattr(torch, name, None) is node.target:
         return f"torch.{name}"
     raise TpcompileError(f"{node.target} cannot be written as Python source", at=node.format_node() or node.name)
@@ -152,13 +154,19 @@ def _arguments(args: Sequence[str], kwargs: Mapping[str, str]) -> str:
     return "(" + ", ".join([*args, *plain, *(["**{" + ", ".join(odd) + "}"] if odd else [])]) + ")"
 
 
-def type_text(type: Type | None) -> str:
-    """A type in a comment: f32[b, s, 64]."""
+def type_text(type: Type | None, layout: Layout | None = None) -> str:
+    """A type in a comment: f32[b, s, 64], or f32[b, s, 4@tp·16] where the layout is known."""
     if isinstance(type, TensorType):
-        return f"{_DTYPES.get(type.dtype, str(type.dtype))}[{', '.join(str(size) for size in type.shape)}]"
+        return f"{_DTYPES.get(type.dtype, str(type.dtype))}{layout or whole(*type.shape)}"
     if isinstance(type, tuple):
         return ", ".join(type_text(part) for part in type)
     return ""
+
+
+def argument_comment(arguments: Sequence[tuple[str, str]]) -> str:
+    """The types of a function's arguments: # x f32[b, s, 64], mask bool[s, s]."""
+    known = [f"{name} {text}" for name, text in arguments if text]
+    return f"# {', '.join(known)}" if known else ""
 
 
 def statement(target: str, value: str, dead: Sequence[str], comment: str) -> str:

@@ -6,7 +6,6 @@ import keyword
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 
@@ -118,9 +117,3 @@ def numbered(paths: Sequence[str]) -> str:
     if len(paths) < 3:
         return ", ".join(paths)
     return f"{paths[0]} to {paths[-1]}, {len(paths)} layers"
-
-
-def local_piece(value: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """A copy of a tensor's own index ranges along a dimension, joined."""
-    pieces = [value.narrow(dim, start, stop - start) for start, stop in ranges if stop > start]
-    return torch.cat(pieces or [value.narrow(dim, 0, 0)], dim)
