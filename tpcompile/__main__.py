@@ -1,0 +1,7 @@
+"""`python -m tpcompile` is the command `tpcompile`."""
+
+import sys
+
+from tpcompile.cli import main
+
+sys.exit(main())

@@ -1,0 +1,134 @@
+"""The command `tpcompile`: demo, plan, inspect and check."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpcompile.errors import InputError, TpcompileError
+from tpcompile.mesh import Mesh
+from tpcompile.models import HELP, Sizes, load
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="tpcompile",
+        description="Compile an unmodified PyTorch Transformer for a mesh of data, pipeline and tensor parallel ranks.",
+        epilog="Exit status: 0 all is well, 1 numbers differ, 2 the call does not fit the model, the mesh or the machine.",
+    )
+    commands = root.add_subparsers(dest="command", required=True)
+    command = _Commands(commands)
+    demo = command.add("demo", _demo, "train a small GPT on local processes and on one, and compare every number")
+    demo.add_argument("--model", default="tpcompile.demo.model:gpt", help="what to train (default: the demo's GPT)")
+    _sizes(demo, mesh="dp=2,pp=2,tp=2", rows=16, sequence=48)
+    demo.add_argument("--steps", type=_count, default=20, help="default: 20")
+    demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is a GPU for every rank")
+    demo.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64, so that rounding hides nothing")
+    plan = command.add("plan", _plan, "print what would be cut, how, and what stays whole and why")
+    _model(plan)
+    inspect = command.add("inspect", _inspect, "print the graph after a pass")
+    _model(inspect)
+    inspect.add_argument("--pass", dest="after", metavar="NAME", required=True, help="capture, normalize, …; a wrong name lists them")
+    inspect.add_argument("--rank", type=int, help="print the numbers and the source of this rank (with --pass emit)")
+    check = command.add("check", _check, "run every rank in this process and compare with the untouched model")
+    _model(check)
+    check.add_argument("--dtype", choices=("float64", "float32"), help="default: the model's own")
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    return root
+
+
+class _Commands:
+    """Subcommands that know what they run."""
+
+    def __init__(self, commands: Any) -> None:
+        self._commands = commands
+
+    def add(self, name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = self._commands.add_parser(
+            name, help=help, description=f"{help[0].upper()}{help[1:]}.", epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        made.set_defaults(run=run)
+        return made
+
+
+def _model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="package.module:factory, or hf:llama,num_hidden_layers=2,hidden_size=64")
+    _sizes(command, mesh=None, rows=8, sequence=16)
+
+
+def _sizes(command: argparse.ArgumentParser, *, mesh: str | None, rows: int, sequence: int) -> None:
+    command.add_argument(
+        "--mesh", default=mesh, required=mesh is None, help='such as "dp=2,pp=2,tp=2"' + (" (the default)" if mesh else "")
+    )
+    command.add_argument("--batch", type=_count, default=rows, help=f"rows of a batch that is made here (default: {rows})")
+    command.add_argument("--sequence", type=_count, default=sequence, help=f"words in a row of it (default: {sequence})")
+    command.add_argument("--microbatches", type=_count, help="per replica (default: 1 without a pipeline, else as many as stages)")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except TpcompileError as error:
+        print(f"tpcompile: {error}", file=sys.stderr)
+        return 2
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tpcompile.demo.run import Work, demo
+
+    mesh = Mesh.of(args.mesh)
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.device_count() >= mesh.size else "cpu"
+    dtype = getattr(torch, args.dtype)
+    work = Work(args.model, str(mesh), args.steps, device, dtype, Sizes(args.batch, args.sequence), args.microbatches)
+    return 0 if demo(work, Console(soft_wrap=True)) else 1
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import tpcompile
+
+    model, batch = load(args.model, Sizes(args.batch, args.sequence))
+    print(tpcompile.compile(model, args.mesh, batch, microbatches=args.microbatches).explain())
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    import tpcompile
+
+    model, batch = load(args.model, Sizes(args.batch, args.sequence))
+    compiled = tpcompile.compile(model, args.mesh, batch, microbatches=args.microbatches)
+    if args.after == "emit":
+        print(compiled.program(args.rank or 0).source)
+        return 0
+    history = compiled.history
+    if args.after not in history:
+        raise InputError(
+            f"no pass is named {args.after!r}", at=f"--pass {args.after}", fix=f"the passes are {', '.join([*history, 'emit'])}"
+        )
+    print(history[args.after].text)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    import tpcompile
+
+    model, batch = load(args.model, Sizes(args.batch, args.sequence))
+    if args.dtype:
+        model.to(getattr(torch, args.dtype))
+    report = tpcompile.check(model, args.mesh, batch, microbatches=args.microbatches)
+    print(report.json() if args.json else report)
+    return 0 if report.ok else 1

@@ -1,0 +1,28 @@
+"""For test suites of models: one line that fails when a compiled model would not train to the same numbers.
+
+def test_my_model_trains_the_same_in_parallel():
+    tpcompile.testing.assert_parity(MyModel(), "pp=2,tp=2", batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpcompile.mesh import Mesh
+from tpcompile.simulate import check
+
+
+def assert_parity(model: nn.Module, mesh: Mesh | DeviceMesh | str, batch: Mapping[str, Any], **options: Any) -> None:
+    """Compare every rank's program with the untouched model: loss, outputs, every gradient, every parameter after a step.
+
+    Runs in this process; needs no launcher and no GPU. `options` are those of `tpcompile.check`. Raises AssertionError with the table
+    of what differs and the first value that does.
+    """
+    __tracebackhide__ = True
+    report = check(model, mesh, batch, **options)
+    if not report.ok:
+        raise AssertionError(f"the compiled model differs on {Mesh.of(mesh)}\n{report}")
