@@ -87,10 +87,9 @@ def _shape(leaf: Any) -> str:
 def example(batch: Batch, division: Division) -> dict[str, Any]:
     """A batch of the shape of one micro-batch, to capture the model with.
 
-    Rows are taken to be the first dimension that most tensors share. A batch that the mesh cannot divide is refused if it is the global
-    one; it may also be one replica's, or one micro-batch.
+    Rows are taken to be the first dimension that most tensors share. The batch may be the whole one, one replica's, or one micro-batch.
     """
-    rows = _guess_rows(batch)
+    rows = guess_rows(batch)
     if rows is None:
         return dict(batch)
     for parts in (division.parts, division.microbatches):
@@ -99,7 +98,8 @@ def example(batch: Batch, division: Division) -> dict[str, Any]:
     return dict(batch)
 
 
-def _guess_rows(batch: Batch) -> int | None:
+def guess_rows(batch: Batch) -> int | None:
+    """The first dimension that most tensors share."""
     sizes = Counter(leaf.shape[0] for leaf in leaves(batch).values() if isinstance(leaf, Tensor) and leaf.ndim)
     return sizes.most_common(1)[0][0] if sizes else None
 
@@ -158,7 +158,8 @@ def rows_of(tensors: Mapping[str, Tensor], inputs: Mapping[str, Input], call: st
     sizes = {inputs[n].path: t.shape[d] for n, t in tensors.items() if (d := inputs[n].batch_dim) is not None}
     if len(set(sizes.values())) > 1:
         shown = ", ".join(f"{path} has {size}" for path, size in sizes.items())
-        raise InputError(f"the inputs do not have the same number of rows: {shown}", at=call, source=caller(), fix="pass equally many rows of every input")
+        what = f"the inputs do not have the same number of rows: {shown}"
+        raise InputError(what, at=call, source=caller(), fix="pass equally many rows of every input")
     return next(iter(sizes.values()), None)
 
 

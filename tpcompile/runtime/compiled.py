@@ -17,6 +17,7 @@ from tpcompile.passes.capture import matches
 from tpcompile.passes.emit import RankProgram
 from tpcompile.runtime import batch as batches
 from tpcompile.runtime import fingerprint
+from tpcompile.runtime.agree import agree
 from tpcompile.runtime.batch import Batch, Division
 from tpcompile.runtime.engine import Capture, Engine
 from tpcompile.runtime.groups import connect
@@ -103,11 +104,12 @@ class Compiled:
         if rank is None or rank == here:
             return self._own_program(here)
         if not 0 <= rank < self.mesh.size:
-            raise InputError(f"no rank {rank} in mesh {self.mesh}", at=f"compiled.program({rank})", source=caller(), fix=f"ranks are 0 to {self.mesh.size - 1}")
+            at, fix = f"compiled.program(rank={rank})", f"use a rank from 0 to {self.mesh.size - 1}"
+            raise InputError(f"mesh {self.mesh} has no rank {rank}", at=at, source=caller(), fix=fix)
         return self.compilation.rank_program(self.model, rank, torch.device("cpu"))
 
     def _own_program(self, rank: int) -> RankProgram:
-        if self._program is None:
+        if self._program is None or self._program.rank != rank:
             device = self._engine.groups.device if self._engine else torch.device("cpu")
             self._program = self.compilation.rank_program(self.model, rank, device)
         return self._program
@@ -176,33 +178,31 @@ class Compiled:
 
     def _start(self, call: str) -> None:
         groups = connect(self.mesh, self._devices, call)
-        fingerprint.compare(self._fingerprint())
+        fingerprint.compare(self._settings() | _texts(self.compilation))
         seed = [torch.initial_seed() & (2**62 - 1)]
-        if dist.is_initialized():
+        if groups.devices is not None:
             dist.broadcast_object_list(seed, src=0)
-        if self._program is None:
-            self._program = self.compilation.rank_program(self.model, groups.rank, groups.device)
-        if len(self._program.modules) != 1:
-            raise TpcompileError(f"rank {groups.rank} holds {len(self._program.modules)} stages", at=call)
-        self._engine = Engine(self.model, self._program.module.to(groups.device), groups, self.options.schedule, seed[0])
-        self._captures = [self._own(0, self.compilation, self._program)]
+        first, program = self.compilation, self._own_program(groups.rank)
+        if len(program.modules) != 1:
+            raise TpcompileError(f"rank {groups.rank} holds {len(program.modules)} stages", at=call)
+        module = program.module.to(groups.device)
+        self._engine = Engine(self.model, module, first.program, first.stages, groups, self.options.schedule, seed[0])
+        self._captures = [self._own(0, first, program)]
 
     @staticmethod
     def _own(number: int, compilation: Compilation, program: RankProgram) -> Capture:
         return Capture.of(number, compilation.program, compilation.stages, program.stages[0])
 
-    def _fingerprint(self) -> dict[str, str]:
-        compilation, options = self.compilation, self.options
-        loss = f"{options.loss.__module__}.{options.loss.__qualname__}" if options.loss else None
-        shown = {name: value for name, value in vars(options).items() if name != "loss"}
+    def _settings(self) -> dict[str, str]:
+        """What all ranks must have been given alike, as text."""
+        loss = f"{self.options.loss.__module__}.{self.options.loss.__qualname__}" if self.options.loss else None
+        shown = {name: value for name, value in vars(self.options).items() if name != "loss"}
         return {
             "versions": f"torch {torch.__version__}",
             "mesh": str(self.mesh),
             "options": f"{shown} loss={loss}",
             "parameter shapes": fingerprint.shapes(self.model),
             "parameter values": fingerprint.values(self.model),
-            "graph": str(compilation.program.graph),
-            "plan": "\n".join(str(stage.graph) for stage in compilation.stages),
         }
 
     # --------------------------------------------------------------------------------------- captures
@@ -211,23 +211,36 @@ class Compiled:
         """The capture for a batch, and the replica's rows by placeholder name. All ranks take the same capture, or raise."""
         division = Division(self._division.replicas, microbatches, self.mesh.pp)
         if not self._compilations:
-            self._capture(batch)
+            self._capture(batch, call, division)
         engine = self._running(call)
-        found = next((i for i, c in enumerate(self._compilations) if self._fits(c, batch, division)), None)
-        if found is None:
-            found = self._capture(batch, division)
+        found = next((i for i, c in enumerate(self._compilations) if self._fits(c, batch, division)), len(self._compilations))
+        given = {path: leaf for path, leaf in batches.leaves(batch).items() if isinstance(leaf, Tensor)}
+        agree(engine.groups, found, call, given, everywhere=self.options.split_batches)
+        if found == len(self._compilations):
+            self._capture(batch, call, division)
+            fingerprint.compare(_texts(self._compilations[found]))
         if found == len(self._captures):
-            compilation = self._compilations[found]
-            program = compilation.rank_program(self.model, engine.groups.rank, engine.groups.device)
-            self._captures.append(self._own(engine.adopt(program.module), compilation, program))
+            self._captures.append(self._adopted(engine, found))
         capture = self._captures[found]
         inputs = capture.program.inputs
         tensors = batches.flatten(batch, inputs, call)
         batches.check_rows(batches.rows_of(tensors, inputs, call), division, call)
         replica = engine.groups.coordinates["dp"] if division.replicas > 1 else 0
-        rows = batches.part(tensors, _dims(capture), replica, division.replicas)
-        engine.agree(capture, call, "all" if self.options.split_batches else "dp")
+        rows = batches.part(tensors, {name: i.batch_dim for name, i in inputs.items()}, replica, division.replicas)
         return capture, batches.to_device(rows, engine.groups.device)
+
+    def _adopted(self, engine: Engine, number: int) -> Capture:
+        """A later capture, running with the parameters of the first."""
+        compilation = self._compilations[number]
+        program = compilation.rank_program(self.model, engine.groups.rank, engine.groups.device)
+        first = self._own_program(engine.groups.rank).parameters
+        for name, piece in program.parameters.items():
+            if name in first and first[name] != piece:
+                raise Refused(
+                    f"parameter {name} is cut differently than in the first capture of the model",
+                    fix="compile a second object for these inputs",
+                )
+        return self._own(engine.adopt(program.module), compilation, program)
 
     def _fits(self, compilation: Compilation, batch: Batch, division: Division) -> bool:
         """Whether a capture serves a batch, which it sees in the shape of one micro-batch."""
@@ -239,8 +252,10 @@ class Compiled:
         dims = {name: i.batch_dim for name, i in program.inputs.items()}
         return matches(program, batches.structured(batch, program, batches.part(tensors, dims, 0, division.parts)), self.model)
 
-    def _capture(self, batch: Batch, division: Division | None = None) -> int:
-        """Lower the model for a batch of these shapes; returns the number of the capture."""
+    def _capture(self, batch: Batch, call: str = "", division: Division | None = None) -> None:
+        """Lower the model for a batch of these shapes. The batch of a `call` must divide; example inputs may also be a part of one."""
+        if division is not None and (rows := batches.guess_rows(batch)) is not None:
+            batches.check_rows(rows, division, call)
         compilation = lower(self.model, self.mesh, batches.example(batch, division or self._division), self.options)
         reason = compilation.program.loss_reason
         if reason and self.mesh.dp * self.options.microbatches > 1:
@@ -251,7 +266,6 @@ class Compiled:
                 fix="use dp=1 and microbatches=1, or a loss that is a sum or a mean over tokens",
             )
         self._compilations.append(compilation)
-        return len(self._compilations) - 1
 
     def _check_labels(self, batch: Batch, call: str) -> None:
         """Inputs that only the loss takes must be there: without them another capture would have no loss."""
@@ -263,5 +277,6 @@ class Compiled:
             raise batches.missing(missing, call, loss=True)
 
 
-def _dims(capture: Capture) -> dict[str, int | None]:
-    return {name: i.batch_dim for name, i in capture.program.inputs.items()}
+def _texts(compilation: Compilation) -> dict[str, str]:
+    """What all ranks must have compiled alike, as text."""
+    return {"graph": str(compilation.program.graph), "plan": "\n".join(str(stage.graph) for stage in compilation.stages)}

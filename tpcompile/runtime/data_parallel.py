@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,22 +27,35 @@ from tpcompile.runtime.stage import StageRoot
 Engine = StageRoot | DistributedDataParallel
 
 
-def parallelize(root: StageRoot, groups: Groups, trained: frozenset[str]) -> Engine:
-    """Put the data-parallel engine around a stage; `trained` are the parameters that get a gradient in every step."""
-    along, group = groups.along("dp"), groups.group("dp")
-    if along is None or group is None or not any(p.requires_grad for p in root.parameters()):
-        return root
-    if groups.mesh.pp > 1:
+def replicate_stage(root: StageRoot, groups: Groups) -> None:
+    """Average a pipeline stage's gradients over dp from now on. Its parameters become DTensors, so it comes before any optimizer."""
+    along = groups.along("dp")
+    if groups.mesh.pp > 1 and along is not None and any(p.requires_grad for p in root.parameters()):
         replicate(root, mesh=along)
+
+
+def settle(root: StageRoot) -> None:
+    """After a forward without backward: give the parameters back the form that the optimizer knows."""
+    if isinstance(root, FSDPModule):
+        root.reshard()
+
+
+def distribute(root: StageRoot, groups: Groups, trained: frozenset[str]) -> Engine:
+    """Without a pipeline: the module to call, whose backward averages over dp. `trained` get a gradient in every step."""
+    group = groups.group("dp")
+    if group is None or groups.mesh.pp > 1:
         return root
-    ignored = [f"program.{name}" for name, _ in root.named_own_parameters() if name not in trained]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, ignored)
-    for name, p in root.named_own_parameters():
+    named = list(root.named_own_parameters())
+    for name, p in named:
         if name not in trained and p.requires_grad:
             _average_when_ready(p, group)
-    if not any(p.requires_grad and name in trained for name, p in root.named_own_parameters()):
+    kept = {p for name, p in named if name in trained and p.requires_grad}
+    if not kept:
         return root
-    return DistributedDataParallel(root, process_group=group, broadcast_buffers=False)
+    ignored = [name for name, p in root.named_parameters(remove_duplicate=False) if p not in kept]
+    ignored += [name for name, _ in root.named_buffers(remove_duplicate=False)]  # equal on all replicas, and never written
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, ignored)
+    return DistributedDataParallel(root, process_group=group)
 
 
 def _average_when_ready(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:

@@ -81,11 +81,13 @@ def values(model: nn.Module) -> str:
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    """Equal for equal bits, whatever the device."""
-    if not tensor.numel():
-        return "empty"
+    """Equal for equal elements, whatever the device."""
+    return str(torch.hash_tensor(bits(tensor)).item()) if tensor.numel() else "empty"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as whole numbers, in one dimension."""
     flat = tensor.detach().contiguous().flatten()
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten()
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return str(torch.hash_tensor(flat.view(bits)).item())
+    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])

@@ -42,6 +42,7 @@ def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, de
             source=caller(),
             fix='use a smaller mesh, or device="cpu"',
         )
+    call = _pickled(fn, args)
     _preload(fn)
     with tempfile.TemporaryDirectory() as logs:
         config = LaunchConfig(
@@ -58,10 +59,22 @@ def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, de
             shutdown_timeout=5,
         )
         try:
-            results = elastic_launch(config, _worker)(pickle.dumps((fn, args)), device)
+            results = elastic_launch(config, _worker)(call, device)
         except ChildFailedError as error:
             raise _process_error(error) from None
     return [pickle.loads(results[rank]) for rank in range(ranks)]
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"the processes cannot be given {fn.__qualname__} and its arguments: {error}",
+            at=f"launch({fn.__name__}, ...)",
+            source=caller(),
+            fix="use a function at the top of a module, and arguments that can be pickled",
+        ) from None
 
 
 def _preload(fn: Callable[..., Any]) -> None:
@@ -80,11 +93,13 @@ def _worker(call: bytes, device: str) -> bytes:
         torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
     else:
+        os.environ["OMP_NUM_THREADS"] = "1"  # torch is loaded already; other libraries may not be
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
     result = pickle.dumps(fn(*args))
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
     return result
 
 

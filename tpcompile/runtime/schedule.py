@@ -32,7 +32,8 @@ _KEPT = 8  # shapes whose schedules, with their receive buffers, are kept
 def check_schedule(name: str, microbatches: int, pp: int) -> None:
     """Raise InputError for an unknown schedule, or one that these numbers do not allow."""
     if name not in SCHEDULES:
-        raise InputError(f"unknown schedule {name!r}", at=f"compile(schedule={name!r})", source=caller(), fix=f"use {' or '.join(SCHEDULES)}")
+        at, fix = f"compile(schedule={name!r})", f"use {' or '.join(SCHEDULES)}"
+        raise InputError(f"unknown schedule {name!r}", at=at, source=caller(), fix=fix)
     if microbatches < 1 or (pp > 1 and name == "1f1b" and microbatches < pp):
         raise InputError(
             f"schedule 1f1b over {pp} stages needs {pp} micro-batches or more" if pp > 1 else "a batch has at least one micro-batch",
@@ -52,12 +53,20 @@ def sizes_of(program: Program, tensors: Mapping[str, Tensor], microbatches: int)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a schedule is made for."""
+class Work:
+    """One stage's part of a batch: its inputs for all micro-batches, and how they are divided."""
 
     capture: int
-    sizes: tuple[tuple[str, int], ...]
+    stage: Stage
     microbatches: int
+    inputs: Mapping[str, Tensor]
+    dims: Mapping[str, int | None]  # the dimension along which an input is divided; None: every micro-batch takes it whole
+    sizes: Mapping[sympy.Symbol, int]  # in one micro-batch
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a schedule is made for: shapes cannot change after its first step."""
+        return self.capture, self.microbatches, tuple(sorted((str(symbol), size) for symbol, size in self.sizes.items()))
 
 
 class Schedules:
@@ -65,62 +74,56 @@ class Schedules:
 
     def __init__(self, root: StageRoot, groups: Groups, name: str) -> None:
         self._root, self._groups, self._kind = root, groups, SCHEDULES[name]
-        self._made: dict[tuple[Shape, bool], PipelineScheduleSingle] = {}
+        self._is_last = groups.coordinates["pp"] == groups.mesh.pp - 1
+        self._made: dict[tuple[object, ...], PipelineScheduleSingle] = {}
 
-    def train(self, stage: Stage, shape: Shape, inputs: Mapping[str, Tensor], dims: Mapping[str, int | None], sizes: Mapping[Any, int]) -> list[Tensor]:
+    def train(self, work: Work) -> list[Tensor]:
         """Forward and backward of all micro-batches; the losses of each on the last stage, nothing elsewhere."""
-        schedule = self._schedule(stage, shape, dims, sizes, train=True)
+        schedule = self._schedule(work, train=True)
         losses: list[Tensor] = []
-        target = torch.zeros(shape.microbatches, device=self._groups.device) if self._is_last else None
-        self._root.first_only = self._is_last
+        # torch wants a target for every micro-batch, though the loss function does not look at it
+        target = torch.zeros(work.microbatches, device=self._groups.device) if self._is_last else None
+        self._root.loss_only = self._is_last
         try:
-            schedule.step(target=target, losses=losses if self._is_last else None, return_outputs=False, **inputs)
+            schedule.step(target=target, losses=losses if self._is_last else None, return_outputs=False, **work.inputs)
         finally:
-            self._root.first_only = False
+            self._root.loss_only = False
         return [loss.detach() for loss in losses]
 
-    def evaluate(self, stage: Stage, shape: Shape, inputs: Mapping[str, Tensor], dims: Mapping[str, int | None], sizes: Mapping[Any, int]) -> list[tuple[Tensor, ...]]:
+    def evaluate(self, work: Work) -> list[tuple[Tensor, ...]]:
         """Forward of all micro-batches; the outputs of each on the last stage, nothing elsewhere."""
-        schedule = self._schedule(stage, shape, dims, sizes, train=False)
-        self._root.first_only = self._is_last
+        schedule = self._schedule(work, train=False)
+        self._root.loss_only = self._is_last
         self._root.collected = [] if self._is_last else None
         try:
             with torch.no_grad():
-                schedule.eval(return_outputs=False, **inputs)
+                schedule.eval(return_outputs=False, **work.inputs)
             return self._root.collected or []
         finally:
-            self._root.first_only, self._root.collected = False, None
+            self._root.loss_only, self._root.collected = False, None
 
-    @property
-    def _is_last(self) -> bool:
-        return self._groups.coordinates["pp"] == self._groups.mesh.pp - 1
-
-    def _schedule(self, stage: Stage, shape: Shape, dims: Mapping[str, int | None], sizes: Mapping[Any, int], *, train: bool) -> PipelineScheduleSingle:
-        key = (shape, train)
+    def _schedule(self, work: Work, *, train: bool) -> PipelineScheduleSingle:
+        key = (*work.key, train)
         if key not in self._made:
             while len(self._made) >= _KEPT:
                 del self._made[next(iter(self._made))]
-            self._made[key] = self._make(stage, shape, dims, sizes, train)
+            self._made[key] = self._make(work, train)
         return self._made[key]
 
-    def _make(self, stage: Stage, shape: Shape, dims: Mapping[str, int | None], sizes: Mapping[Any, int], train: bool) -> PipelineScheduleSingle:
-        outputs = (torch.empty((), device="meta"),) if self._is_last else _examples(stage.sends, sizes)
+    def _make(self, work: Work, train: bool) -> PipelineScheduleSingle:
+        loss = (torch.empty((), device="meta"),)
         piped = PipelineStage(
             self._root,
-            stage.index,
+            work.stage.index,
             self._groups.mesh.pp,
             self._groups.device,
-            input_args=_examples(stage.receives, sizes),
-            output_args=outputs,
+            input_args=_examples(work.stage.receives, work.sizes),
+            output_args=loss if self._is_last else _examples(work.stage.sends, work.sizes),
             group=self._groups.group("pp"),
         )
-        return self._kind(
-            piped,
-            shape.microbatches,
-            loss_fn=_first if train else None,
-            kwargs_chunk_spec={name: _Replicate() if dim is None else TensorChunkSpec(dim) for name, dim in dims.items()},  # type: ignore[misc]
-            scale_grads=False,
-        )
+        chunks: dict[str, Any] = {name: _Replicate() if dim is None else TensorChunkSpec(dim) for name, dim in work.dims.items()}
+        loss_fn = _first if train else None
+        return self._kind(piped, work.microbatches, loss_fn=loss_fn, kwargs_chunk_spec=chunks, scale_grads=False)
 
 
 def _first(outputs: Any, target: Tensor) -> Tensor:
@@ -129,12 +132,14 @@ def _first(outputs: Any, target: Tensor) -> Tensor:
     return loss
 
 
-def _examples(boundaries: Sequence[Boundary], sizes: Mapping[Any, int]) -> tuple[Tensor, ...]:
+def _examples(boundaries: Sequence[Boundary], sizes: Mapping[sympy.Symbol, int]) -> tuple[Tensor, ...]:
     """Tensors without data, of the shapes that cross a boundary in one micro-batch."""
-    return tuple(
-        torch.empty([_size(size, sizes) for size in b.type.shape], dtype=b.type.dtype, device="meta").requires_grad_(b.requires_grad) for b in boundaries
-    )
+    found = []
+    for boundary in boundaries:
+        shape = [_size(size, sizes) for size in boundary.type.shape]
+        found.append(torch.empty(shape, dtype=boundary.type.dtype, device="meta", requires_grad=boundary.requires_grad))
+    return tuple(found)
 
 
-def _size(size: Size, sizes: Mapping[Any, int]) -> int:
+def _size(size: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
     return size if isinstance(size, int) else int(size.subs(dict(sizes)))

@@ -8,7 +8,7 @@ so a step sets earlier gradients aside and adds them back at its end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,7 @@ def shared_weights(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 class SharedWeights:
     """The weights of this rank that other stages hold too. Making one is collective; so are its calls."""
 
-    def __init__(self, stages: Sequence[Stage], groups: Groups) -> None:
-        shared = shared_weights(stages)
+    def __init__(self, shared: Mapping[str, tuple[int, ...]], groups: Groups) -> None:
         by_holders = {held: groups.holders(held) for held in sorted(set(shared.values()))}
         here = groups.coordinates["pp"]
         self._groups = [(name, group) for name, held in shared.items() if here in held and (group := by_holders[held]) is not None]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -14,44 +15,57 @@ from tpcompile.errors import Refused
 class StageRoot(nn.Module):
     """One pipeline stage. The first capture's module owns the parameters; later captures borrow them by name at every call.
 
-    Data-parallel wrappers go around this module, once: they may replace its parameters, and later captures still find them.
+    Data-parallel engines go around this module, once: they may replace its parameters, and later captures still find them.
+    `aliases` maps the name of a tied twin to the name that counts.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, aliases: Mapping[str, str]) -> None:
         super().__init__()
         self.program = module
-        self._others: list[tuple[nn.Module]] = []  # in tuples: not submodules, so that their own parameters count nowhere
         self.capture = 0
-        self.first_only = False  # while a schedule runs: the loss alone is what the schedule handles
-        self.collected: list[tuple[Tensor, ...]] | None = None
-
-    def adopt(self, module: nn.Module) -> int:
-        """Another capture of the same stage; returns its number. Raises Refused if its parameters are not the first's."""
-        own = {name: p.shape for name, p in self.named_own_parameters()}
-        for name, p in module.named_parameters():
-            if own.get(name) != p.shape:
-                held = f"of local shape {list(own[name])}" if name in own else "absent"
-                raise Refused(
-                    f"parameter {name} of local shape {list(p.shape)} was {held} when the model was first captured",
-                    fix="compile with example_inputs that use every parameter, or compile a second object for these inputs",
-                )
-        self._others.append((module,))
-        return len(self._others)
+        self.loss_only = False  # while a schedule runs: it handles nothing else of the last stage
+        self.collected: list[tuple[Tensor, ...]] | None = None  # the last stage's outputs, while somebody wants them
+        self._aliases = dict(aliases)
+        self._others: list[tuple[nn.Module]] = []  # in tuples, lest they count as submodules
 
     def named_own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the user's model."""
-        return self.program.named_parameters()
+        return ((self._aliases.get(name, name), p) for name, p in self.program.named_parameters())
+
+    def adopt(self, module: nn.Module) -> int:
+        """Take in another capture of the same stage; returns its number. Raises Refused if it holds other parameters."""
+        own = {name: list(p.shape) for name, p in self.named_own_parameters()}
+        for name, p in module.named_parameters():
+            before = own.get(self._aliases.get(name, name))
+            if before != list(p.shape):
+                raise Refused(
+                    f"parameter {name} has local shape {list(p.shape)} here, and "
+                    + (f"{before} in the first capture of the model" if before else "was not used in the first capture of the model"),
+                    fix="compile with example_inputs that use it, or compile a second object for these inputs",
+                )
+        _drop_values(module)
+        self._others.append((module,))
+        return len(self._others)
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs = self._run(*received, **inputs)
+        outputs: tuple[Tensor, ...] = self._run(*received, **inputs)
         if self.collected is not None:
             self.collected.append(tuple(output.detach() for output in outputs))
-        return outputs[:1] if self.first_only else outputs
+        return outputs[:1] if self.loss_only else outputs
 
     def _run(self, *received: Tensor, **inputs: Tensor) -> Any:
         if self.capture == 0:
             return self.program(*received, **inputs)
         (module,) = self._others[self.capture - 1]
-        borrowed = {name: p for name, p in self.named_own_parameters()}
-        wanted = {name: borrowed[name] for name, _ in module.named_parameters()}
-        return functional_call(module, wanted, received, inputs)
+        own = dict(self.named_own_parameters())
+        borrowed = {name: own[self._aliases.get(name, name)] for name, _ in module.named_parameters()}
+        return functional_call(module, borrowed, received, inputs)
+
+
+def _drop_values(module: nn.Module) -> None:
+    """Free the values of a module's parameters; what is tied stays tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, p in part.named_parameters(recurse=False, remove_duplicate=False):
+            made.setdefault(p, nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad))
+            part.register_parameter(name, made[p])

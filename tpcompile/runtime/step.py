@@ -21,6 +21,7 @@ from tpcompile.ir import Program, TensorType
 from tpcompile.runtime.batch import part
 from tpcompile.runtime.data_parallel import Engine
 from tpcompile.runtime.groups import Groups
+from tpcompile.runtime.schedule import Work
 
 RNG_KEY = "rng_key"
 
@@ -63,14 +64,14 @@ def rng_keys(seed: int, step: int, microbatches: int, groups: Groups) -> Tensor:
     return torch.tensor([[seed, step, index * dp + replica] for index in range(microbatches)], device=groups.device)
 
 
-def accumulate(engine: Engine, chunks: list[dict[str, Tensor]]) -> list[Tensor]:
+def accumulate(engine: Engine, work: Work) -> list[Tensor]:
     """Forward and backward of every micro-batch without a pipeline; replicas reduce with the last one."""
     losses = []
-    for index, chunk in enumerate(chunks):
-        last = index == len(chunks) - 1
+    for index in range(work.microbatches):
+        last = index == work.microbatches - 1
         quiet: Any = engine.no_sync() if isinstance(engine, DistributedDataParallel) and not last else nullcontext()
         with quiet:
-            loss = engine(**chunk)[0]
+            loss = engine(**part(work.inputs, work.dims, index, work.microbatches))[0]
             loss.backward()
         losses.append(loss.detach())
     return losses
