@@ -126,7 +126,7 @@ def _near(word: str, words: list[str]) -> str:
 def vocabulary(model: nn.Module) -> int | None:
     """The number of words, where the model's config says it."""
     config = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
+    if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()
     size = getattr(config, "vocab_size", None)
     return size if isinstance(size, int) else None

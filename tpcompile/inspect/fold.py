@@ -48,6 +48,7 @@ def fold(items: Iterable[T], name: Callable[[T], str], like: Callable[[T], Hasha
     for group in groups.values():
         places = dict.fromkeys(split_layer(name(item), layers) for item in group)
         rest = next(iter(places))[1]
-        spelled = spell(layer for layer, _ in places if layer)
-        folded.append((".".join(part for part in (spelled, rest) if part) + (f" ×{len(group)}" if len(group) > len(places) else ""), group[0]))
+        spelled = ".".join(part for part in (spell(layer for layer, _ in places if layer), rest) if part)
+        times = f" ×{len(group)}" if len(group) > len(places) else ""
+        folded.append((spelled + times, group[0]))
     return folded
