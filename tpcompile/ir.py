@@ -9,24 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import sympy
 import torch
 from torch import fx
 
-Size = int | sympy.Expr
-"""A tensor's size along a dimension: a whole number, or an expression in symbols such as b and s."""
-
-
-@dataclass(frozen=True)
-class TensorType:
-    """Element type and global shape of a value."""
-
-    dtype: torch.dtype
-    shape: tuple[Size, ...]
-
+from tpcompile.layout import Layout, Size, TensorType
 
 Type = TensorType | tuple[TensorType, ...] | Size
 """What a node makes: a tensor, several tensors, or a symbolic size."""
@@ -91,6 +81,89 @@ class Program:
         return {node.name: node for node in self.graph.nodes}
 
 
+Kind = Literal["attention", "mlp", "linear", "column", "row"]
+
+
+@dataclass(frozen=True)
+class Cone:
+    """What the backward walk from a contraction with a weight found: how its region would be cut, or why it cannot be.
+
+    Layouts hold open cuts: the ranges are chosen by plan, once for all values of a region. A node with several outputs has a tuple.
+    """
+
+    seed: str  # the row-cut linear
+    kind: Kind
+    wants: tuple[Layout, ...]  # what the seed needs of its operands
+    layouts: Mapping[str, Layout | tuple[Layout, ...]]  # every value of the region that is cut, weights included
+    columns: tuple[str, ...]  # the column-cut linears
+    stop: str = ""  # the node where the walk ended without a column-cut linear
+    reason: str = ""  # why there is no region; "" when there is one
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the model that is cut over an axis: column-cut linears, what follows them, row-cut linears."""
+
+    name: str
+    kind: Kind
+    axis: str
+    rows: Mapping[str, tuple[Layout, ...]]  # row-cut linear → the layouts that it needs of its operands
+    columns: tuple[str, ...]
+    layouts: Mapping[str, Layout | tuple[Layout, ...]]
+    weights: Mapping[str, str]  # qualified parameter name → its layout's text
+
+
+@dataclass(frozen=True)
+class Left:
+    """A linear that stays whole, and why."""
+
+    name: str
+    node: str
+    reason: str
+    source: Source | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which regions are cut, and what is left whole."""
+
+    regions: tuple[Region, ...]
+    whole: tuple[Left, ...]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A program with a layout for every value. `rows` make partial sums; their operands' layouts are given with them.
+
+    `entering` are the whole values whose gradient is a partial sum where a region uses them.
+    """
+
+    program: Program
+    plan: Plan
+    axis: str
+    parts: int  # coordinates along the axis
+    layouts: Mapping[str, Layout | tuple[Layout, ...]]
+    rows: Mapping[str, tuple[Layout, ...]]
+    entering: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one tensor-parallel rank computes: every operation on its own pieces, with collectives between.
+
+    One graph serves all coordinates: arguments that differ by rank are `PerRank`. `layouts` says, for every node, which piece of which
+    global value it is (`origins`), so that pieces can be put together again and compared.
+    """
+
+    program: Program
+    plan: Plan
+    axis: str
+    parts: int
+    graph: fx.Graph
+    layouts: Mapping[str, Layout | tuple[Layout, ...]]
+    origins: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class PerRank:
     """A whole number, or a list of them, that differs by coordinate along the tensor axis."""
@@ -128,3 +201,56 @@ class Stage:
     parameters: Mapping[str, str]  # placeholder → qualified name, of those that it uses
     buffers: Mapping[str, str]
     constants: tuple[str, ...]
+
+
+class Draft:
+    """A working copy of a program's graph and tables, for a pass to build its result in; the program itself stays as it is."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph, self.nodes = copy_graph(program.graph)
+        self.types, self.sources = dict(program.types), dict(program.sources)
+
+    def call(self, target: Any, *args: Any, type: Type, like: fx.Node, **kwargs: Any) -> fx.Node:
+        """A new call at the graph's insertion point, with the source line of `like`."""
+        node = self.graph.call_function(target, args, kwargs)
+        self.types[node.name] = type
+        if like.name in self.sources:
+            self.sources[node.name] = self.sources[like.name]
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Give all uses of a node to another and drop it."""
+        old.replace_all_uses_with(new)
+        self.erase(old)
+
+    def erase(self, node: fx.Node) -> None:
+        self.graph.erase_node(node)
+        self.types.pop(node.name, None)
+        self.sources.pop(node.name, None)
+
+    def freeze(self, **changes: Any) -> Program:
+        """The finished program; dead pure nodes go."""
+        self.graph.eliminate_dead_code(is_impure_node=_is_impure)
+        self.graph.lint()
+        alive = {node.name for node in self.graph.nodes}
+        return replace(
+            self.program,
+            graph=self.graph,
+            types={name: kind for name, kind in self.types.items() if name in alive},
+            sources={name: source for name, source in self.sources.items() if name in alive},
+            **changes,
+        )
+
+
+def _is_impure(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """An equal graph with the same names, and its nodes by name."""
+    copy = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        made[node] = copy.node_copy(node, made.__getitem__)
+    return copy, {node.name: node for node in copy.nodes}

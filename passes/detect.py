@@ -1,0 +1,177 @@
+"""detect: walk backward from every contraction with a weight, and find what would be cut with it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from tpcompile.factors import LayoutError, join
+from tpcompile.ir import Cone, Kind, Program
+from tpcompile.layout import Dim, Factor, Layout, Open, TensorType, whole
+from tpcompile.rules import RESHAPES, Bound, Op, backward, bind_rule, has_rule, op_name, view_op
+
+ATTENDS = ("softmax", "attention")
+"""An operation whose name has one of these makes a region attention: its heads are what is cut."""
+
+STILL = RESHAPES | {
+    "aten.transpose.int", "aten.permute.default", "aten.contiguous.default", "aten.clone.default", "aten.t.default", "aten.numpy_T.default",
+    "tpcompile.dropout.default", "aten.to.dtype", "getitem", "aten.split_with_sizes.default",
+}  # fmt: skip
+"""Operations that only move elements: with nothing else between them, two linears are a chain and no MLP."""
+
+
+def detect(program: Program) -> tuple[Cone, ...]:
+    """Find, for every linear, the region that it would end as the row-cut one.
+
+    before  %h = linear(%x, up), %a = gelu(%h), %y = linear(%a, down)
+    after   mlp: row %y, column %h; %h, %a : [b, s, 256@?0], up [256@?0, 64], down [64, 256@?0]
+    """
+    order = {node: position for position, node in enumerate(program.graph.nodes)}
+    weights = weight_values(program)
+    cones: list[Cone] = []
+    for node in program.graph.nodes:
+        for op, letter, bound in seeds(program, node, weights):
+            cones.append(_Walk(program, order, weights, len(cones)).run(op, letter, bound))
+    return tuple(cones)
+
+
+def weight_values(program: Program) -> frozenset[fx.Node]:
+    """The values computed from parameters alone."""
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.name in program.parameters or (node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return frozenset(found)
+
+
+def seeds(program: Program, node: fx.Node, weights: frozenset[fx.Node]) -> Iterable[tuple[Op, str, Bound]]:
+    """The operation with each letter that it contracts between a weight and another value."""
+    if node.op != "call_function" or not isinstance(program.types.get(node.name), TensorType) or op_name(node) in RESHAPES:
+        return
+    op = view_op(node, program.types)
+    if not any(operand in weights for operand in op.operands) or all(operand in weights for operand in op.operands) or not has_rule(op):
+        return
+    try:
+        bound = bind_rule(op)
+    except LayoutError:
+        return
+    kept = {token.letter for tokens in bound.outs for token in tokens}
+    for letter in bound.sizes:
+        holders = [operand for operand, tokens in zip(op.operands, bound.ins, strict=True) if letter in {t.letter for t in tokens}]
+        if letter not in kept and letter not in bound.never and bound.sizes[letter] != 1:
+            if any(h in weights for h in holders) and any(h not in weights for h in holders):
+                yield op, letter, bound
+
+
+@dataclass
+class _Walk:
+    """One walk, in reverse order of the graph, so that all uses of a value are known before the value is asked."""
+
+    program: Program
+    order: Mapping[fx.Node, int]
+    weights: frozenset[fx.Node]
+    key: int
+    needs: dict[fx.Node, Layout] = field(default_factory=dict)
+    items: dict[fx.Node, dict[int, Layout]] = field(default_factory=dict)
+    queue: list[tuple[int, fx.Node]] = field(default_factory=list)
+    layouts: dict[str, Layout | tuple[Layout, ...]] = field(default_factory=dict)
+    columns: list[str] = field(default_factory=list)
+    crossed: list[str] = field(default_factory=list)
+    stops: list[tuple[str, str]] = field(default_factory=list)
+
+    def run(self, op: Op, letter: str, bound: Bound) -> Cone:
+        wants = tuple(_seed_layout(tokens, kind, letter, self.key) for tokens, kind in zip(bound.ins, op.ins, strict=True))
+        try:
+            for operand, layout in zip(op.operands, wants, strict=True):
+                self.need(operand, layout)
+            while self.queue:
+                self.visit(heapq.heappop(self.queue)[1])
+        except LayoutError as error:
+            self.stops.append((op.node.name, str(error)))
+            self.columns.clear()
+        return self.cone(op, wants)
+
+    def cone(self, op: Op, wants: tuple[Layout, ...]) -> Cone:
+        if self.columns:
+            return Cone(op.node.name, self.kind(), wants, self.layouts, tuple(self.columns))
+        stop, reason = self.stops[0] if self.stops else (op.node.name, "no linear before it")
+        return Cone(op.node.name, "linear", wants, self.layouts, (), stop, reason)
+
+    def kind(self) -> Kind:
+        if any(word in name for name in self.crossed for word in ATTENDS):
+            return "attention"
+        return "linear" if all(name in STILL for name in self.crossed) else "mlp"
+
+    def need(self, node: fx.Node, layout: Layout) -> None:
+        """Ask for a value in a layout; two uses must agree."""
+        if not layout.is_cut:
+            return
+        if node in self.needs:
+            before = self.needs[node]
+            layout = Layout(tuple(join(a, b) for a, b in zip(before.dims, layout.dims, strict=True)))
+        else:
+            heapq.heappush(self.queue, (-self.order[node], node))
+        self.needs[node] = layout
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            if node.name in self.program.parameters:
+                self.layouts[node.name] = self.needs[node]
+            return
+        if op_name(node) == "getitem":
+            self.visit_item(node)
+            return
+        op = view_op(node, self.program.types)
+        outs = self.outputs(node)
+        try:
+            if not has_rule(op):
+                raise LayoutError(f"no rule for {op.name}")
+            ins = backward(op, outs)
+        except LayoutError as error:
+            self.stops.append((node.name, str(error)))
+            return
+        full = tuple(layout or whole(*kind.shape) for layout, kind in zip(outs, op.outs, strict=True))
+        self.layouts[node.name] = full if node in self.items else full[0]
+        self.crossed.append(op.name)
+        for operand, layout in zip(op.operands, ins, strict=True):
+            self.need(operand, layout)
+        cut = [operand for operand, layout in zip(op.operands, ins, strict=True) if layout.is_cut]
+        if _contracts(op) and node not in self.weights and all(operand in self.weights for operand in cut):
+            self.columns.append(node.name)
+            self.crossed.pop()
+
+    def visit_item(self, node: fx.Node) -> None:
+        parent, index = node.args
+        assert isinstance(parent, fx.Node) and isinstance(index, int)
+        self.layouts[node.name] = self.needs[node]
+        if parent not in self.items:
+            self.items[parent] = {}
+            heapq.heappush(self.queue, (-self.order[parent], parent))
+        self.items[parent][index] = self.needs[node]
+
+    def outputs(self, node: fx.Node) -> list[Layout | None]:
+        kinds = self.program.types[node.name]
+        if node in self.items:
+            assert isinstance(kinds, tuple)
+            return [self.items[node].get(index) for index in range(len(kinds))]
+        return [self.needs[node]]
+
+
+def _contracts(op: Op) -> bool:
+    """Whether the operation is a product over some letter, as a linear layer is."""
+    if op.name in RESHAPES or len(op.ins) < 2:
+        return False
+    bound = bind_rule(op)
+    kept = {token.letter for tokens in bound.outs for token in tokens}
+    return any(letter not in kept and letter not in bound.never for letter in bound.sizes)
+
+
+def _seed_layout(tokens: Iterable[object], kind: TensorType, letter: str, key: int) -> Layout:
+    dims: list[Dim] = []
+    for token, size in zip(tokens, kind.shape, strict=True):
+        cut = Open(key) if getattr(token, "letter", "") == letter and size != 1 else None
+        dims.append(((Factor(size, cut),),))
+    return Layout(tuple(dims))

@@ -1,0 +1,197 @@
+"""normalize: one spelling per operation, so that later passes need one rule per meaning."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+from tpcompile import collectives
+from tpcompile.factors import divides, quotient
+from tpcompile.ir import Draft, Program
+from tpcompile.layout import Size, TensorType
+from tpcompile.rules import argument, op_name
+
+aten = torch.ops.aten
+END = 2**63 - 1
+
+
+def normalize(program: Program) -> Program:
+    """Spell every operation in one way.
+
+    before  %a, %b = chunk(%x, 2, -1)                     after  %a, %b = split_with_sizes(%x, [64, 64], -1)
+    before  %a = slice(%x, 2, 0, 64), %b = slice(…, 128)  after  %a, %b = split_with_sizes(%x, [64, 64], 2)
+    before  %y = reshape(expand(unsqueeze(%x, 2)))        after  %y = repeat_interleave(%x, 2, 1)
+    before  %y = dropout(%x, 0.1)                         after  %y = dropout(%x, 0.1, %rng_key, 0)
+    before  %y = to(%x, float32) : f32 from f32           after  %x
+    """
+    draft = Draft(program)
+    for rewrite in (drop_identities, split_evenly, join_slices, name_repeats):
+        for node in list(draft.graph.nodes):
+            if node.op == "call_function":
+                rewrite(draft, node)
+        draft.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    return draft.freeze(random=key_dropout(draft))
+
+
+def drop_identities(draft: Draft, node: fx.Node) -> None:
+    """Remove what leaves its input as it is: casts to the same type, whole slices, dropout that drops nothing."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or draft.types.get(source.name) != draft.types.get(node.name):
+        return
+    match op_name(node):
+        case "aten.to.dtype" | "aten.to.dtype_layout" | "aten.to.device" | "aten.type_as.default" | "aten.alias.default":
+            same = not argument(node, "copy", False)
+        case "aten.lift_fresh_copy.default" | "aten.expand.default" | "aten.view.default" | "aten.reshape.default" | "aten._unsafe_view.default":
+            same = True
+        case "aten.slice.Tensor":
+            same = argument(node, "step") == 1 and argument(node, "start") in (0, None)
+        case "aten.dropout.default":
+            same = argument(node, "p") == 0.0 or not argument(node, "train")
+        case _:
+            same = False
+    if same:
+        draft.replace(node, source)
+
+
+def split_evenly(draft: Draft, node: fx.Node) -> None:
+    """chunk, split and tensor_split by the sizes that they make."""
+    if op_name(node) not in ("aten.chunk.default", "aten.split.Tensor", "aten.tensor_split.sections"):
+        return
+    kinds, dim = draft.types[node.name], argument(node, "dim")
+    assert isinstance(kinds, tuple)
+    sizes = [kind.shape[dim] for kind in kinds]
+    if all(isinstance(size, int) for size in sizes):
+        with draft.graph.inserting_before(node):
+            draft.replace(node, draft.call(aten.split_with_sizes.default, node.args[0], sizes, dim, type=kinds, like=node))
+
+
+def join_slices(draft: Draft, node: fx.Node) -> None:
+    """Slices of one value that cover a dimension without a gap are one split: at its first slice."""
+    if op_name(node) == "aten.slice.Tensor":
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        for parts in _tilings(draft, source, [user for user in source.users if op_name(user) == "aten.slice.Tensor"]):
+            if node is min(parts, key=list(source.users).index) and len(parts) > 1:
+                _split_at(draft, source, parts)
+                return
+
+
+def _tilings(draft: Draft, source: fx.Node, slices: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
+    kind = draft.types[source.name]
+    assert isinstance(kind, TensorType)
+    by_dim: dict[int, dict[tuple[int, int], fx.Node]] = {}
+    for piece in slices:
+        dim = argument(piece, "dim") % len(kind.shape)
+        start, stop, step = argument(piece, "start") or 0, argument(piece, "end"), argument(piece, "step")
+        size = kind.shape[dim]
+        stop = size if stop is None or stop == END else stop
+        if isinstance(size, int) and isinstance(start, int) and isinstance(stop, int) and step == 1:
+            bounds = (start + size if start < 0 else start, min(stop + size if stop < 0 else stop, size))
+            by_dim.setdefault(dim, {}).setdefault(bounds, piece)
+    for dim, pieces in by_dim.items():
+        ordered = sorted(pieces)
+        starts, stops = [a for a, _ in ordered], [b for _, b in ordered]
+        if starts == [0, *stops[:-1]] and stops[-1] == kind.shape[dim]:
+            yield [pieces[bounds] for bounds in ordered]
+
+
+def _split_at(draft: Draft, source: fx.Node, parts: list[fx.Node]) -> None:
+    dim = argument(parts[0], "dim")
+    kinds = tuple(draft.types[part.name] for part in parts)
+    first = min(parts, key=lambda part: list(draft.graph.nodes).index(part))
+    twins = [[user for user in source.users if _same_slice(draft, user, part)] for part in parts]
+    with draft.graph.inserting_before(first):
+        sizes = [kind.shape[dim] for kind in kinds]  # type: ignore[union-attr]
+        split = draft.call(aten.split_with_sizes.default, source, sizes, dim, type=kinds, like=first)  # type: ignore[arg-type]
+        items = [draft.call(operator.getitem, split, index, type=kind, like=first) for index, kind in enumerate(kinds)]
+    for item, same in zip(items, twins, strict=True):
+        for part in same:
+            draft.replace(part, item)
+
+
+def _same_slice(draft: Draft, user: fx.Node, part: fx.Node) -> bool:
+    return op_name(user) == op_name(part) and all(argument(user, n) == argument(part, n) for n in ("self", "dim", "start", "end", "step"))
+
+
+def name_repeats(draft: Draft, node: fx.Node) -> None:
+    """A new dimension expanded and merged into the one before it repeats each index: key/value heads shared by query heads."""
+    if op_name(node) not in ("aten.reshape.default", "aten.view.default", "aten.flatten.using_ints"):
+        return
+    expand = node.args[0]
+    if not isinstance(expand, fx.Node) or expand.op != "call_function" or op_name(expand) != "aten.expand.default":
+        return
+    source = expand.args[0]
+    assert isinstance(source, fx.Node)
+    before, wide, after = (draft.types[n.name] for n in (source, expand, node))
+    assert isinstance(before, TensorType) and isinstance(wide, TensorType) and isinstance(after, TensorType)
+    grown = [d for d, (a, b) in enumerate(zip(before.shape, wide.shape, strict=True)) if a != b] if len(before.shape) == len(wide.shape) else []
+    if len(grown) != 1 or grown[0] == 0 or not isinstance(wide.shape[grown[0]], int):
+        return
+    dim = grown[0]
+    if after.shape != (*wide.shape[: dim - 1], wide.shape[dim - 1] * wide.shape[dim], *wide.shape[dim + 1 :]):
+        return
+    with draft.graph.inserting_before(node):
+        narrow = TensorType(before.dtype, (*before.shape[:dim], *before.shape[dim + 1 :]))
+        made_there = op_name(source) == "aten.unsqueeze.default" and argument(source, "dim") % len(before.shape) == dim
+        squeezed = source.args[0] if made_there else draft.call(aten.squeeze.dim, source, dim, type=narrow, like=node)
+        times = quotient(after.shape[dim - 1], narrow.shape[dim - 1])
+        assert divides(narrow.shape[dim - 1], after.shape[dim - 1])
+        draft.replace(node, draft.call(aten.repeat_interleave.self_int, squeezed, times, dim - 1, type=after, like=node))
+
+
+def key_dropout(draft: Draft) -> bool:
+    """Replace dropout by our own, whose mask depends only on a key and the place in the graph. Returns whether there is any."""
+    for node in list(draft.graph.nodes):
+        if node.op == "call_function" and op_name(node) == "aten.scaled_dot_product_attention.default" and argument(node, "dropout_p") > 0:
+            _spell_attention(draft, node)
+    places = [n for n in draft.graph.nodes if n.op == "call_function" and op_name(n) == "aten.dropout.default"]
+    if not places:
+        return False
+    with draft.graph.inserting_before(next(n for n in draft.graph.nodes if n.op != "placeholder")):
+        key = draft.graph.placeholder("rng_key")
+    draft.types[key.name] = TensorType(torch.int64, (3,))
+    for site, node in enumerate(places):
+        with draft.graph.inserting_before(node):
+            args = (node.args[0], argument(node, "p"), key, site, 0)
+            draft.replace(node, draft.call(collectives.ops.dropout.default, *args, type=draft.types[node.name], like=node))
+    return True
+
+
+def _spell_attention(draft: Draft, node: fx.Node) -> None:
+    """Attention with dropout as softmax(q·kᵀ·scale + mask), dropout, ·v: torch's own draws masks that no key can repeat."""
+    query, key, value, mask, p, causal, scale, grouped = (argument(node, name) for name in ATTENTION)
+    q, k, v = (draft.types[n.name] for n in (query, key, value))
+    out = draft.types[node.name]
+    assert isinstance(q, TensorType) and isinstance(k, TensorType) and isinstance(v, TensorType) and isinstance(out, TensorType)
+
+    def call(target: Callable[..., object], *args: object, shape: tuple[Size, ...], of: torch.dtype = q.dtype, **kwargs: object) -> fx.Node:
+        return draft.call(target, *args, type=TensorType(of, shape), like=node, **kwargs)
+
+    with draft.graph.inserting_before(node):
+        if grouped and k.shape[-3] != q.shape[-3]:
+            times = quotient(q.shape[-3], k.shape[-3])
+            key = call(aten.repeat_interleave.self_int, key, times, -3, shape=(*q.shape[:-2], *k.shape[-2:]))
+            value = call(aten.repeat_interleave.self_int, value, times, -3, shape=(*q.shape[:-2], *v.shape[-2:]))
+        heads = q.shape[:-2]
+        turned = call(aten.transpose.int, key, -2, -1, shape=(*heads, k.shape[-1], k.shape[-2]))
+        scores_shape = (*heads, q.shape[-2], k.shape[-2])
+        scores = call(aten.matmul.default, query, turned, shape=scores_shape)
+        scores = call(aten.mul.Tensor, scores, 1 / math.sqrt(int(q.shape[-1])) if scale is None else scale, shape=scores_shape)
+        if causal:
+            seen = call(aten.ones_like.default, scores, shape=scores_shape, of=torch.bool, dtype=torch.bool)
+            mask = call(aten.tril.default, seen, shape=scores_shape, of=torch.bool)
+        if mask is not None and draft.types[mask.name].dtype == torch.bool:  # type: ignore[union-attr]
+            hidden = call(aten.logical_not.default, mask, shape=draft.types[mask.name].shape, of=torch.bool)  # type: ignore[union-attr]
+            scores = call(aten.masked_fill.Scalar, scores, hidden, -math.inf, shape=scores_shape)
+        elif mask is not None:
+            scores = call(aten.add.Tensor, scores, mask, shape=scores_shape)
+        weights = call(aten._safe_softmax.default, scores, -1, shape=scores_shape)
+        weights = call(aten.dropout.default, weights, p, True, shape=scores_shape)
+        draft.replace(node, call(aten.matmul.default, weights, value, shape=out.shape))
+
+
+ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

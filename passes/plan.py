@@ -1,0 +1,313 @@
+"""plan: choose which regions are cut, and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+from tpcompile.errors import InputError
+from tpcompile.factors import LayoutError, quotient
+from tpcompile.ir import Cone, Kind, Left, Plan, Program, Region
+from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Range, TensorType, canonical, product, same, same_dim, whole
+from tpcompile.rules import Op, bind_rule, has_rule, op_name, view_op
+
+RANK: Mapping[Kind, int] = {"attention": 0, "mlp": 1, "linear": 2, "column": 3, "row": 3}
+"""Which region wins where two want the same linear: attention, then MLP, then a bare chain of linears."""
+
+SHAPES_ONLY = ("aten.sym_size.int", "aten._assert_tensor_metadata.default")
+
+
+def plan(program: Program, cones: Sequence[Cone], axis: str, parts: int, overrides: Mapping[str, str]) -> Plan:
+    """Choose regions that do not contradict each other and fix their cuts; say why every other linear stays whole.
+
+    before  attention: row %o, columns %q %k %v; heads 14@?3, key/value heads 2@?3~
+    after   attention: heads 14@tp{0:4, 4:7, 7:11, 11:14}, key/value heads 2@tp{0:1, 0:1, 1:2, 1:2}
+    """
+    chooser = _Chooser(program, axis, parts, overrides)
+    if parts > 1:
+        unions = unite([cone for cone in cones if not cone.reason and not cone.stop])
+        for union in sorted(unions, key=lambda u: (RANK[u.kind], -u.weight(program), chooser.order[u.rows[0]])):
+            chooser.consider(union)
+        chooser.force()
+    regions = sorted(chooser.regions, key=lambda region: chooser.order[next(iter(region.rows), region.columns[0] if region.columns else "")])
+    return Plan(tuple(regions), tuple(left(program, cones, regions, chooser)))
+
+
+@dataclass(frozen=True)
+class Union:
+    """Cones that share cut values, as one."""
+
+    kind: Kind
+    wants: Mapping[str, tuple[Layout, ...]]
+    layouts: Mapping[str, Layout | tuple[Layout, ...]]
+    columns: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(self.wants)
+
+    def weight(self, program: Program) -> int:
+        """Elements of the weights that are cut."""
+        kinds = [program.types[name] for name in self.layouts if name in program.parameters]
+        return int(sum(product(kind.shape) for kind in kinds if isinstance(kind, TensorType)))
+
+
+def unite(cones: Sequence[Cone]) -> list[Union]:
+    """Join cones that cut the same value in the same way: one activation that feeds two row-cut linears."""
+    unions: list[Union] = []
+    for cone in cones:
+        union = Union(cone.kind, {cone.seed: cone.wants}, cone.layouts, cone.columns)
+        for other in [u for u in unions if _joins(u, union)]:
+            unions.remove(other)
+            kind: Kind = min(other.kind, union.kind, key=RANK.__getitem__)
+            columns = tuple(dict.fromkeys(other.columns + union.columns))
+            union = Union(kind, {**other.wants, **union.wants}, {**other.layouts, **union.layouts}, columns)
+        unions.append(union)
+    return unions
+
+
+def _joins(a: Union, b: Union) -> bool:
+    shared = a.layouts.keys() & b.layouts.keys()
+    return bool(shared) and all(_alike(a.layouts[name], b.layouts[name]) for name in shared) and not set(a.rows) & b.layouts.keys() and not set(b.rows) & a.layouts.keys()
+
+
+def _alike(a: Layout | tuple[Layout, ...], b: Layout | tuple[Layout, ...]) -> bool:
+    """Equal up to the keys of open cuts."""
+    if isinstance(a, tuple) or isinstance(b, tuple):
+        return isinstance(a, tuple) and isinstance(b, tuple) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    return all(same_dim(_keyless(x), _keyless(y)) for x, y in zip(a.dims, b.dims, strict=True))
+
+
+def _keyless(dim: Dim) -> Dim:
+    return tuple(tuple(replace(f, cut=replace(f.cut, key=0)) if isinstance(f.cut, Open) else f for f in segment) for segment in dim)
+
+
+class _Chooser:
+    """The regions chosen so far, and why others were not."""
+
+    def __init__(self, program: Program, axis: str, parts: int, overrides: Mapping[str, str]) -> None:
+        self.program, self.axis, self.parts, self.overrides = program, axis, parts, overrides
+        self.nodes = program.nodes()
+        self.order = {name: position for position, name in enumerate(self.nodes)}
+        self.regions: list[Region] = []
+        self.reasons: dict[str, str] = {}
+        self.taken: dict[str, Layout | tuple[Layout, ...]] = {}
+        self.rows: set[str] = set()
+        self.matched: set[str] = set()
+
+    def consider(self, union: Union) -> None:
+        name = self.name(union)
+        wish = self.wish(name)
+        reason = 'overrides say "whole"' if wish == "whole" else self.objection(union)
+        if not reason:
+            try:
+                self.accept(name, union)
+            except LayoutError as error:
+                reason = str(error)
+        for node in (*union.rows, *union.columns) if reason else ():
+            self.reasons.setdefault(node, reason)
+
+    def name(self, union: Union) -> str:
+        """The module path that the region's linears share, with its kind where that is ambiguous."""
+        paths = [self.program.sources[n].path.split(".") for n in (*union.columns, *union.rows) if n in self.program.sources]
+        shared = [words[0] for words in zip(*paths, strict=False) if len(set(words)) == 1]
+        name = ".".join(shared) or union.kind
+        return f"{name}.{union.kind}" if any(region.name == name for region in self.regions) else name
+
+    def wish(self, name: str) -> str:
+        for pattern, wish in self.overrides.items():
+            if fnmatchcase(name, pattern):
+                self.matched.add(pattern)
+                return wish
+        return ""
+
+    def objection(self, union: Union) -> str:
+        """Why this union cannot stand beside the regions chosen before."""
+        for name, layout in union.layouts.items():
+            if name in self.rows:
+                return f"{name} is the row-cut linear of another region"
+            if name in self.taken and (name not in self.program.parameters or not _equal(self.taken[name], layout)):
+                return f"{name} is cut in another region"
+        for row in union.rows:
+            if row in self.taken:
+                return f"{row} is column-cut in another region"
+        cut = {*union.layouts, *union.rows}
+        for name in union.layouts:
+            for user in self.nodes[name].users:
+                if user.name not in cut and user.op != "output" and op_name(user) not in SHAPES_ONLY and union.kind != "attention":
+                    if not (op_name(user) == "getitem" or name in self.program.parameters):
+                        return f"its value {name} is also used whole, by {user.name}{self.at(user.name)}"
+        if union.kind == "linear" and any(operand.name in self.taken for row in union.columns for operand in self.nodes[row].all_input_nodes):
+            return "a chain of linears inside another region"
+        return ""
+
+    def at(self, name: str) -> str:
+        source = self.program.sources.get(name)
+        return f" at {source}" if source else ""
+
+    def accept(self, name: str, union: Union) -> None:
+        ranges = choose(union.layouts, union.wants, self.parts)
+
+        def close(layout: Layout | tuple[Layout, ...]) -> Layout | tuple[Layout, ...]:
+            if isinstance(layout, tuple):
+                return tuple(resolve(part, self.axis, ranges) for part in layout)
+            return resolve(layout, self.axis, ranges)
+
+        layouts = {value: close(layout) for value, layout in union.layouts.items()}
+        rows = {row: tuple(resolve(layout, self.axis, ranges) for layout in wants) for row, wants in union.wants.items()}
+        self.add(Region(name, union.kind, self.axis, rows, union.columns, layouts, self.weights(layouts)))
+
+    def add(self, region: Region) -> None:
+        self.regions.append(region)
+        self.taken.update(region.layouts)
+        self.rows.update(region.rows)
+
+    def weights(self, layouts: Mapping[str, Layout | tuple[Layout, ...]]) -> dict[str, str]:
+        return {self.program.parameters[n]: str(layout) for n, layout in layouts.items() if n in self.program.parameters}
+
+    def force(self) -> None:
+        """Lone linears that overrides want column- or row-cut."""
+        for name, node in self.nodes.items():
+            if node.op != "call_function" or name in self.taken or name in self.rows or name not in self.program.sources:
+                continue
+            wish = self.wish(self.program.sources[name].path)
+            if wish in ("column", "row") and op_name(node) == "aten.linear.default":
+                self.cut_alone(view_op(node, self.program.types), wish)
+        for pattern, wish in self.overrides.items():
+            if wish not in ("whole", "cut", "column", "row", "per micro-batch"):
+                raise InputError(f'overrides[{pattern!r}] is {wish!r}', at="compile(overrides=…)", fix='use "whole", "cut", "column" or "row"')
+            if pattern not in self.matched and wish != "per micro-batch":
+                known = ", ".join(sorted({region.name for region in self.regions})) or "none"
+                raise InputError(f"overrides name no region: {pattern!r}", at="compile(overrides=…)", fix=f"the regions are {known}")
+
+    def cut_alone(self, op: Op, wish: str) -> None:
+        bound = bind_rule(op)
+        letter = "n" if wish == "column" else "k"
+        size = bound.sizes[letter]
+        if not isinstance(size, int) or size < self.parts:
+            raise InputError(f"{size} cannot be cut in {self.parts}", at=f"overrides: {op.node.name}{self.at(op.node.name)}", fix="leave it whole")
+        cut = Cut(self.axis, tuple(even(size, self.parts)))
+
+        def place(tokens: Iterable[object], kind: TensorType) -> Layout:
+            named = zip(tokens, kind.shape, strict=True)
+            return Layout(tuple(((Factor(n, cut if getattr(t, "letter", "") == letter else None),),) for t, n in named))
+
+        ins = tuple(place(tokens, kind) for tokens, kind in zip(bound.ins, op.ins, strict=True))
+        layouts: dict[str, Layout | tuple[Layout, ...]] = {o.name: ins[i] for i, o in enumerate(op.operands) if o.name in self.program.parameters and ins[i].is_cut}
+        rows = {op.node.name: ins} if wish == "row" else {}
+        if wish == "column":
+            layouts[op.node.name] = place(bound.outs[0], op.outs[0])
+        columns = (op.node.name,) if wish == "column" else ()
+        path = self.program.sources[op.node.name].path
+        self.add(Region(path, "column" if wish == "column" else "row", self.axis, rows, columns, layouts, self.weights(layouts)))
+
+
+def _equal(a: Layout | tuple[Layout, ...], b: Layout | tuple[Layout, ...]) -> bool:
+    return isinstance(a, Layout) and isinstance(b, Layout) and same(a, b)
+
+
+# --- where to cut ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The ranges of a region's cut: over its atoms, and over the key/value heads that each rank's atoms need."""
+
+    atoms: int
+    ranges: tuple[Range, ...]
+    shared_atoms: int
+    shared: tuple[Range, ...]
+
+
+def choose(layouts: Mapping[str, Layout | tuple[Layout, ...]], wants: Mapping[str, tuple[Layout, ...]], parts: int) -> Bounds:
+    """Cut where no atom is broken: an atom is the smallest piece that every dimension of the region can be cut at."""
+    every = [l for layout in layouts.values() for l in ((layout,) if isinstance(layout, Layout) else layout)]
+    every += [layout for operands in wants.values() for layout in operands]
+    factors = [factor for layout in every for dim in layout.dims for segment in dim for factor in segment if isinstance(factor.cut, Open)]
+    if any(not isinstance(factor.size, int) for factor in factors):
+        raise LayoutError("its size is not known before it runs")
+    atoms = math.gcd(*(int(f.size) for f in factors if isinstance(f.cut, Open) and not f.cut.shared))
+    sizes = [int(f.size) for f in factors if isinstance(f.cut, Open) and f.cut.shared]
+    groups = math.gcd(*sizes) if sizes else atoms
+    if atoms < parts:
+        raise LayoutError(f"{atoms} piece{'s' * (atoms != 1)} cannot be shared by {parts} ranks")
+    if atoms % groups:
+        raise LayoutError(f"{groups} key/value heads do not divide {atoms} query heads")
+    ranges = tuple(share(atoms, groups, parts))
+    step = atoms // groups
+    return Bounds(atoms, ranges, groups, tuple((start // step, -(-stop // step)) for start, stop in ranges))
+
+
+def share(heads: int, groups: int, parts: int) -> list[Range]:
+    """Ranges of query heads, so that ranks need few key/value heads (`groups`) twice and none has much more than its share.
+
+    >>> share(14, 2, 4)
+    [(0, 4), (4, 7), (7, 11), (11, 14)]
+    """
+    step = heads // groups
+    if groups >= parts:
+        return [(start * step, stop * step) for start, stop in even(groups, parts)]
+    ranges: list[Range] = []
+    for group, (first, last) in enumerate(even(parts, groups)):
+        ranges += [(group * step + start, group * step + stop) for start, stop in even(step, last - first)]
+    balanced = -(-heads // parts)
+    if any(stop == start for start, stop in ranges) or max(stop - start for start, stop in ranges) > 1.25 * balanced:
+        return even(heads, parts)
+    return ranges
+
+
+def even(size: int, parts: int) -> list[Range]:
+    """Consecutive ranges whose lengths differ by one at most, the longer first."""
+    length, longer = divmod(size, parts)
+    starts = [part * length + min(part, longer) for part in range(parts + 1)]
+    return list(zip(starts, starts[1:], strict=False))
+
+
+def resolve(layout: Layout, axis: str, bounds: Bounds) -> Layout:
+    """A layout with its open cuts closed: `896@?` over 14 atoms becomes `14@tp·64`."""
+    return Layout(tuple(tuple(tuple(_close(canonical((segment,))[0], axis, bounds)) for segment in dim) for dim in layout.dims))
+
+
+def _close(segment: Sequence[Factor], axis: str, bounds: Bounds) -> Iterable[Factor]:
+    for factor in segment:
+        if not isinstance(factor.cut, Open):
+            yield factor
+            continue
+        atoms, ranges = (bounds.shared_atoms, bounds.shared) if factor.cut.shared else (bounds.atoms, bounds.ranges)
+        yield Factor(atoms, Cut(axis, ranges))
+        if (step := quotient(factor.size, atoms)) != 1:
+            yield Factor(step)
+
+
+# --- what stays whole ------------------------------------------------------------------------------------------------
+
+
+def left(program: Program, cones: Sequence[Cone], regions: Sequence[Region], chooser: _Chooser) -> Iterable[Left]:
+    """Every contraction with a weight that no region cuts, with the reason."""
+    cut = {node for region in regions for node in (*region.rows, *region.columns, *region.layouts)}
+    seen: set[str] = set()
+    for cone in cones:
+        if cone.seed in cut or cone.seed in seen:
+            continue
+        seen.add(cone.seed)
+        source = program.sources.get(cone.seed)
+        reason = chooser.reasons.get(cone.seed) or (f"{cone.reason}: {cone.stop}{chooser.at(cone.stop)}" if cone.reason else "")
+        yield Left(source.path if source else cone.seed, cone.seed, reason or f"there is one rank on {chooser.axis}", source)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.name not in cut and node.name not in seen and _looks_up(node, program):
+            source = program.sources.get(node.name)
+            yield Left(source.path if source else node.name, node.name, "a look-up table", source)
+
+
+def _looks_up(node: fx.Node, program: Program) -> bool:
+    if not isinstance(program.types.get(node.name), TensorType) or not has_rule(view_op(node, program.types)):
+        return False
+    return op_name(node) == "aten.embedding.default"
+
+
+def whole_like(kind: TensorType) -> Layout:
+    return whole(*kind.shape)

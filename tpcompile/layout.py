@@ -1,0 +1,267 @@
+"""Layouts: how a value's dimensions are cut over mesh axes.
+
+A dimension is a concatenation of segments, a segment a row-major product of factors, and a factor may be cut over a mesh axis:
+one range of the factor's indices per coordinate. Ranges may be uneven, and may overlap (key/value heads that several ranks need).
+
+    f32[b, s, 4@tp·16 | 2@tp·16 | 2@tp·16]      q, k, v stacked, whole heads on every rank
+    f32[b, 14@tp{0:4, 4:8, 8:11, 11:14}, s, 64]  14 heads on 4 ranks
+
+Every structure here has one text form, and `parse` reads it back.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from tpcompile.errors import TpcompileError
+
+Size = int | sympy.Expr
+"""A tensor's size along a dimension: a whole number, or an expression in symbols such as b and s."""
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Element type and global shape of a value."""
+
+    dtype: torch.dtype
+    shape: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The ranges of a factor's indices that each coordinate of an axis holds."""
+
+    axis: str
+    ranges: tuple[Range, ...]
+
+    def is_even(self, size: Size) -> bool:
+        """Whether the ranges are equal pieces of `size` in order: what is printed without ranges."""
+        parts = len(self.ranges)
+        return self.ranges == tuple((i * size // parts, (i + 1) * size // parts) for i in range(parts)) and size % parts == 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some index is held by more than one coordinate."""
+        held = sorted(r for r in self.ranges if r[0] < r[1])
+        return any(before[1] > after[0] for before, after in zip(held, held[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class Open:
+    """A cut whose ranges are not chosen yet: what the backward walk carries.
+
+    It stands for a partition of the whole factor in proportions that are fixed later, once for all values with the same key.
+    `shared` marks a factor of which several coordinates may need the same index (key/value heads).
+    """
+
+    key: int
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Factor:
+    size: Size
+    cut: Cut | Open | None = None
+
+    def __str__(self) -> str:
+        match self.cut:
+            case None:
+                return str(self.size)
+            case Open(key, shared):
+                return f"{self.size}@?{key}" + ("~" if shared else "")
+            case Cut(axis, ranges):
+                spelled = "" if self.cut.is_even(self.size) else "{" + ", ".join(f"{a}:{b}" for a, b in ranges) + "}"
+                return f"{self.size}@{axis}{spelled}"
+
+
+Segment = tuple[Factor, ...]
+Dim = tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One `Dim` per tensor dimension, and the axes over which the value is a partial sum."""
+
+    dims: tuple[Dim, ...]
+    partial: tuple[str, ...] = ()
+
+    @property
+    def is_cut(self) -> bool:
+        return any(cut_factors(dim) for dim in self.dims)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.is_cut and not self.partial
+
+    def __str__(self) -> str:
+        dims = ", ".join(format_dim(dim) for dim in self.dims)
+        return f"[{dims}]" + "".join(f" +{axis}" for axis in self.partial)
+
+    @classmethod
+    def parse(cls, text: str, *, parts: int = 0) -> Layout:
+        """The layout that `str` printed. `parts`, the number of coordinates, is needed where an even cut is left unspelled."""
+        match = re.fullmatch(r"\[(.*)\]((?: \+\w+)*)", text)
+        if not match:
+            raise TpcompileError(f"not a layout: {text!r}")
+        inside, partial = match[1], tuple(match[2].replace("+", "").split())
+        dims = re.split(r",\s*(?![^{]*})", inside) if inside else []
+        return cls(tuple(_parse_dim(dim, parts) for dim in dims), partial)
+
+
+def format_dim(dim: Dim) -> str:
+    return " | ".join("·".join(str(factor) for factor in segment) for segment in dim)
+
+
+def _parse_dim(text: str, parts: int) -> Dim:
+    return tuple(tuple(_parse_factor(factor.strip(), parts) for factor in segment.split("·")) for segment in text.split("|"))
+
+
+def _parse_factor(text: str, parts: int) -> Factor:
+    match = re.fullmatch(r"([\w*+\-() /]+?)(?:@(\w+)(?:\{([^}]*)\})?)?", text)
+    if not match:
+        raise TpcompileError(f"not a factor: {text!r}")
+    size: Size = int(match[1]) if match[1].isdigit() else sympy.sympify(match[1], locals=_Symbols())
+    if match[2] is None:
+        return Factor(size)
+    if match[3] is None:
+        ranges = tuple((i * size // parts, (i + 1) * size // parts) for i in range(parts))
+    else:
+        ranges = tuple((int(a), int(b)) for a, b in (piece.split(":") for piece in match[3].split(",")))
+    return Factor(size, Cut(match[2], ranges))
+
+
+class _Symbols(dict[str, sympy.Symbol]):
+    """Every name is a positive whole number."""
+
+    def __missing__(self, name: str) -> sympy.Symbol:
+        return symbol(name)
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """A size that is known only when the program runs, such as b (rows) or s (positions)."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def whole(*sizes: Size) -> Layout:
+    """The layout of a value that every coordinate has entire."""
+    return Layout(tuple(whole_dim(size) for size in sizes))
+
+
+def whole_dim(size: Size) -> Dim:
+    return ((Factor(size),),)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    return math.prod(sizes)  # type: ignore[arg-type]
+
+
+def size_of(dim: Dim) -> Size:
+    """The global size of a dimension."""
+    return sum(product(factor.size for factor in segment) for segment in dim)
+
+
+def cut_factors(dim: Dim) -> list[Factor]:
+    return [factor for segment in dim for factor in segment if factor.cut is not None]
+
+
+def canonical(dim: Dim) -> Dim:
+    """The one spelling of a dimension: what two layouts are compared by.
+
+    Size-1 factors are dropped, a factor and the whole one after it are one factor, and whole segments that follow each other are one.
+    Ranges count elements of the merged factor, so that 4 heads of 16 and 64 single columns are equal only if their pieces are.
+    """
+    segments: list[Segment] = []
+    for segment in dim:
+        merged = _merge_factors(segment)
+        if segments and all(f.cut is None for f in segments[-1] + merged):
+            segments[-1] = (Factor(segments[-1][0].size + merged[0].size),)
+        else:
+            segments.append(merged)
+    return tuple(segments)
+
+
+def _merge_factors(segment: Segment) -> Segment:
+    factors: list[Factor] = []
+    for factor in segment:
+        if factor.cut is None and factor.size == 1:
+            continue
+        if factors and factor.cut is None:
+            last = factors[-1]
+            factors[-1] = Factor(last.size * factor.size, _scaled(last.cut, factor.size))
+        else:
+            factors.append(factor)
+    return tuple(factors) or (Factor(1),)
+
+
+def _scaled(cut: Cut | Open | None, by: Size) -> Cut | Open | None:
+    if isinstance(cut, Cut):
+        return Cut(cut.axis, tuple((start * by, stop * by) for start, stop in cut.ranges))
+    return cut
+
+
+def same_dim(a: Dim, b: Dim) -> bool:
+    return a == b or canonical(a) == canonical(b)
+
+
+def same(a: Layout, b: Layout) -> bool:
+    """Whether two layouts put the same elements on the same coordinates."""
+    return a == b or (
+        len(a.dims) == len(b.dims) and set(a.partial) == set(b.partial) and all(same_dim(x, y) for x, y in zip(a.dims, b.dims, strict=True))
+    )
+
+
+def pieces(dim: Dim, coordinate: int) -> list[Range]:
+    """The index ranges of the global dimension that a coordinate holds, in order: at least one, possibly empty."""
+    held: list[Range] = []
+    offset: int = 0
+    for segment in dim:
+        ranges: list[Range] = [(0, 1)]
+        for factor in segment:
+            ranges = list(_refine(ranges, factor, coordinate))
+        held += [(offset + start, offset + stop) for start, stop in ranges]
+        offset += int(product(factor.size for factor in segment))
+    return held
+
+
+def _refine(ranges: Sequence[Range], factor: Factor, coordinate: int) -> Iterable[Range]:
+    """The ranges over one more factor, the fastest so far."""
+    if isinstance(factor.cut, Open):
+        raise TpcompileError(f"the cut of {factor} has no ranges yet")
+    if factor.cut is None:
+        return [(start * int(factor.size), stop * int(factor.size)) for start, stop in ranges]
+    low, high = factor.cut.ranges[coordinate]
+    return [(index * int(factor.size) + low, index * int(factor.size) + high) for start, stop in ranges for index in range(start, stop)]
+
+
+def local_size(dim: Dim, coordinate: int) -> Size:
+    """The size of the piece that a coordinate holds."""
+    if not cut_factors(dim):
+        return size_of(dim)
+    if all(isinstance(size_of(((f,),)), int) for segment in dim for f in segment):
+        return sum(stop - start for start, stop in pieces(dim, coordinate))
+    total: Size = 0
+    for segment in dim:
+        total += product(_held(factor, coordinate) for factor in segment)
+    return total
+
+
+def _held(factor: Factor, coordinate: int) -> Size:
+    if isinstance(factor.cut, Cut):
+        start, stop = factor.cut.ranges[coordinate]
+        return stop - start
+    return factor.size
+
+
+def bounds(dim: Dim, parts: int) -> list[int]:
+    """All coordinates' `pieces` as one flat list of shape [parts, n, 2], padded with empty ranges to equal n."""
+    held = [pieces(dim, coordinate) for coordinate in range(parts)]
+    most = max(len(ranges) for ranges in held)
+    return [index for ranges in held for pair in ranges + [(0, 0)] * (most - len(ranges)) for index in pair]

@@ -1,0 +1,597 @@
+"""What every operation does to factors: one table, and the engine that reads it in both directions.
+
+A rule names each dimension of each tensor operand by a letter, as in `"... k, n k, n -> ... n"` for a linear layer:
+
+    ...   any leading dimensions, aligned from the right as in broadcasting
+    k!    a factor that this operation needs whole (a softmax's, a norm's)
+    h~    a factor that may be shorter in an operand, each index standing for several of the output's (key/value heads)
+    1     a dimension of size one
+    z     a letter that no output has is contracted: cut, it leaves a partial sum
+
+An operand's dimension of size one where the letter is longer is broadcast, hence whole. A row whose value is a function computes its text
+from the operation's arguments. Views are no products of letters: `RESHAPES` go through `factors.reshape`, `SPLITS` through `factors.divide`.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompile.factors import LayoutError, concatenate, divide, divides, join, quotient, reshape
+from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, whole, whole_dim
+
+Rule = str | Callable[["Op"], str]
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+RULES: Mapping[str, Rule] = {
+    "aten.addmm.default": "n, m k, k n -> m n",
+    "aten._safe_softmax.default": lambda op: along(op),
+    "aten.amax.default": lambda op: reduced(op, never=True),
+    "aten.amin.default": lambda op: reduced(op, never=True),
+    "aten.argmax.default": lambda op: reduced(op, never=True),
+    "aten.baddbmm.default": "b m n, b m k, b k n -> b m n",
+    "aten.bmm.default": "b m k, b k n -> b m n",
+    "aten.cat.default": lambda op: joined(op),
+    "aten.concat.default": lambda op: joined(op),
+    "aten.concatenate.default": lambda op: joined(op),
+    "aten.conv1d.default": lambda op: convolution(op, 1),
+    "aten.conv2d.default": lambda op: convolution(op, 2),
+    "aten.cross_entropy_loss.default": lambda op: cross_entropy(op),
+    "aten.cummax.default": lambda op: along(op),
+    "aten.cumprod.default": lambda op: along(op),
+    "aten.cumsum.default": lambda op: along(op),
+    "aten.diff.default": lambda op: difference(op),
+    "aten.einsum.default": lambda op: einsum(op),
+    "aten.embedding.default": "v! h, ... -> ... h",
+    "aten.expand.default": "... -> ...",
+    "aten.expand_as.default": "..., ... -> ...",
+    "aten.flip.default": lambda op: along(op, "dims"),
+    "aten.gather.default": lambda op: gathered(op),
+    "aten.group_norm.default": lambda op: f"{letters(op, 0, never=range(1, op.rank(0)))}, *, * -> {letters(op, 0)}",
+    "aten.index.Tensor": lambda op: indexed(op),
+    "aten.index_select.default": lambda op: index_selected(op),
+    "aten.layer_norm.default": lambda op: normed(op),
+    "aten.linear.default": "... k, n k, n -> ... n",
+    "aten.log_softmax.int": lambda op: along(op),
+    "aten.logsumexp.default": lambda op: reduced(op, never=True),
+    "aten.masked_fill.Tensor": "..., ..., ... -> ...",
+    "aten.matmul.default": lambda op: product_of_matrices(op),
+    "aten.max.dim": lambda op: reduced(op, never=True, outputs=2),
+    "aten.mean.default": lambda op: f"{letters(op, 0, never=range(op.rank(0)))} ->",
+    "aten.mean.dim": lambda op: reduced(op, never=True),
+    "aten.min.dim": lambda op: reduced(op, never=True, outputs=2),
+    "aten.mm.default": "m k, k n -> m n",
+    "aten.movedim.int": lambda op: moved(op),
+    "aten.mse_loss.default": lambda op: f"{letters(op, 0, never=range(op.rank(0)))}, {letters(op, 0)} ->",
+    "aten.new_empty.default": lambda op: created(op),
+    "aten.new_full.default": lambda op: created(op),
+    "aten.new_ones.default": lambda op: created(op),
+    "aten.new_zeros.default": lambda op: created(op),
+    "aten.numpy_T.default": lambda op: permuted(op, list(reversed(range(op.rank(0))))),
+    "aten.pad.default": lambda op: padded(op),
+    "aten.permute.default": lambda op: permuted(op, op.dims("dims")),
+    "aten.prod.dim_int": lambda op: reduced(op, never=True),
+    "aten.repeat_interleave.self_int": lambda op: repeated(op),
+    "aten.rms_norm.default": lambda op: normed(op),
+    "aten.roll.default": lambda op: along(op, "dims"),
+    "aten.scaled_dot_product_attention.default": lambda op: attention(op),
+    "aten.select.int": lambda op: reduced(op, never=True),
+    "aten.slice.Tensor": lambda op: along(op) if op.ins[0].shape != op.outs[0].shape else "... -> ...",
+    "aten.softmax.int": lambda op: along(op),
+    "aten.sort.default": lambda op: along(op, outputs=2),
+    "aten.stack.default": lambda op: stacked(op),
+    "aten.sum.default": lambda op: f"{letters(op, 0)} ->",
+    "aten.sum.dim_IntList": lambda op: reduced(op),
+    "aten.t.default": lambda op: permuted(op, list(reversed(range(op.rank(0))))),
+    "aten.topk.default": lambda op: along(op, outputs=2),
+    "aten.transpose.int": lambda op: permuted(op, exchanged(op)),
+    "aten.tril.default": lambda op: f"{letters(op, 0, never=(-1, -2))} -> {letters(op, 0)}",
+    "aten.triu.default": lambda op: f"{letters(op, 0, never=(-1, -2))} -> {letters(op, 0)}",
+    "aten.unbind.int": lambda op: unbound(op),
+    "aten.var.dim": lambda op: reduced(op, never=True),
+    "aten.view_as_real.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} z!",
+    "aten.view_as_complex.default": lambda op: f"{letters(op, 0, never=(-1,))} -> {letters(op, 0, drop=(-1,))}",
+    "tpcompile.dropout.default": lambda op: "..., * -> ...",
+}
+
+POINTWISE = frozenset(
+    f"aten.{name}"
+    for name in """
+    alias.default clone.default contiguous.default detach.default dropout.default empty_like.default full_like.default
+    isfinite.default lift_fresh_copy.default log_sigmoid.default masked_fill.Scalar
+    ones_like.default rand_like.default reciprocal.default
+    softplus.default to.device to.dtype to.dtype_layout to.other type_as.default zeros_like.default square.default
+    __and__.Tensor __or__.Tensor __and__.Scalar rsub.Scalar rsub.Tensor floor_divide.default floor_divide.Scalar
+    where.ScalarOther where.ScalarSelf where.Scalar silu.default mish.default selu.default celu.default
+    hardswish.default hardsigmoid.default hardtanh.default relu6.default prelu.default multiply.Tensor divide.Tensor
+    subtract.Tensor true_divide.Tensor negative.default absolute.default arccos.default
+    """.split()
+)
+"""Element-wise operations that torch does not tag so; the tagged ones need no row."""
+
+RESHAPES = frozenset(
+    f"aten.{name}"
+    for name in """
+    _reshape_alias.default _unsafe_view.default flatten.using_ints reshape.default reshape_as.default squeeze.default
+    squeeze.dim squeeze.dims unflatten.int unsqueeze.default view.default view_as.default
+    """.split()
+)
+
+SPLITS = frozenset(["aten.split_with_sizes.default"])
+
+SUMS = frozenset(f"aten.{name}" for name in "add.Tensor sub.Tensor".split())
+"""A sum of two partial sums is a partial sum."""
+
+
+# --- an operation, as rules see it -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Op:
+    """A call in the graph with the types of its tensor operands, in the order of its arguments, and of its outputs."""
+
+    name: str
+    node: fx.Node
+    operands: tuple[fx.Node, ...]
+    ins: tuple[TensorType, ...]
+    outs: tuple[TensorType, ...]
+
+    def rank(self, operand: int) -> int:
+        return len(self.ins[operand].shape)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by its schema's name, positional or not."""
+        return argument(self.node, name, default)
+
+    def dims(self, name: str) -> list[int]:
+        """An argument that lists dimensions of the first operand, counted from the front."""
+        value = self.argument(name)
+        listed = [value] if isinstance(value, int) else list(value if value is not None else range(self.rank(0)))
+        return [dim % max(self.rank(0), 1) for dim in listed]
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.linear.default` for a call of an operator, the function's name for others."""
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """The value of the schema's argument `name` in a call, or its default."""
+    assert isinstance(node.target, torch._ops.OpOverload), node
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, declared.default_value if declared.has_default_value() else default)
+    return default
+
+
+def view_op(node: fx.Node, types: Mapping[str, Any]) -> Op:
+    """The operation of a call node."""
+    operands = tuple(operand for operand in _leaves((node.args, node.kwargs)) if _is_tensor(types.get(operand.name)))
+    out = types[node.name]
+    return Op(op_name(node), node, operands, tuple(types[o.name] for o in operands), (out,) if isinstance(out, TensorType) else tuple(out))
+
+
+def _leaves(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+
+
+def _is_tensor(kind: object) -> bool:
+    return isinstance(kind, TensorType) or (isinstance(kind, tuple) and bool(kind) and all(isinstance(part, TensorType) for part in kind))
+
+
+# --- texts that depend on arguments ----------------------------------------------------------------------------------
+
+
+def letters(op: Op, operand: int, *, never: Sequence[int] = (), drop: Sequence[int] = (), keep: bool = False) -> str:
+    """Letters a, b, c … for an operand's dimensions, some marked `!`, some left out or of size one."""
+    rank = op.rank(operand)
+    marked, dropped = {d % rank for d in never} if rank else set(), {d % rank for d in drop} if rank else set()
+    names = [("1" if keep else "") if d in dropped else string.ascii_letters[d] + ("!" if d in marked else "") for d in range(rank)]
+    return " ".join(filter(None, names))
+
+
+def along(op: Op, name: str = "dim", outputs: int = 1) -> str:
+    """Works along dimensions, which stay whole; other operands are scalars."""
+    text = letters(op, 0)
+    others = ", *" * (len(op.ins) - 1)
+    return f"{letters(op, 0, never=op.dims(name))}{others} -> {', '.join([text] * outputs)}"
+
+
+def reduced(op: Op, *, never: bool = False, outputs: int = 1) -> str:
+    """Reduces dimensions: contracted, or needed whole."""
+    dims = op.dims("dim")
+    if op.argument("dim") == []:
+        dims = list(range(op.rank(0)))
+    out = letters(op, 0, drop=dims, keep=bool(op.argument("keepdim", False)))
+    return f"{letters(op, 0, never=dims if never else ())} -> {', '.join([out] * outputs)}"
+
+
+def unbound(op: Op) -> str:
+    dims = op.dims("dim")
+    return f"{letters(op, 0, never=dims)} -> {', '.join([letters(op, 0, drop=dims)] * len(op.outs))}"
+
+
+def difference(op: Op) -> str:
+    text = letters(op, 0, never=op.dims("dim"))
+    return ", ".join([text] * len(op.ins)) + f" -> {letters(op, 0)}"
+
+
+def permuted(op: Op, order: Sequence[int]) -> str:
+    names = letters(op, 0).split()
+    return f"{' '.join(names)} -> {' '.join(names[d] for d in order)}"
+
+
+def exchanged(op: Op) -> list[int]:
+    order = list(range(op.rank(0)))
+    a, b = op.dims("dim0")[0], op.dims("dim1")[0]
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def moved(op: Op) -> str:
+    order = list(range(op.rank(0)))
+    source, target = op.dims("source")[0], op.dims("destination")[0]
+    order.insert(target, order.pop(source))
+    return permuted(op, order)
+
+
+def joined(op: Op) -> str:
+    """Concatenation: the dimension along which operands follow each other stays whole."""
+    dim = op.dims("dim")[0]
+    texts = [" ".join(f"Z{i}!" if d == dim else string.ascii_lowercase[d] for d in range(op.rank(i))) for i in range(len(op.ins))]
+    out = " ".join("Z!" if d == dim else string.ascii_lowercase[d] for d in range(op.rank(0)))
+    return f"{', '.join(texts)} -> {out}"
+
+
+def stacked(op: Op) -> str:
+    dim = op.argument("dim", 0) % (op.rank(0) + 1)
+    names = letters(op, 0).split()
+    return f"{', '.join([' '.join(names)] * len(op.ins))} -> {' '.join([*names[:dim], 'Z!', *names[dim:]])}"
+
+
+def normed(op: Op) -> str:
+    """Norms over the last dimensions, which stay whole, with weight and bias of that shape."""
+    count = len(op.argument("normalized_shape"))
+    never = range(op.rank(0) - count, op.rank(0))
+    text, names = letters(op, 0, never=never), letters(op, 0).split()
+    return ", ".join([text, *[" ".join(f"{n}!" for n in names[-count:])] * (len(op.ins) - 1)]) + f" -> {' '.join(names)}"
+
+
+def product_of_matrices(op: Op) -> str:
+    """matmul with one or more dimensions on either side."""
+    left, right = op.rank(0), op.rank(1)
+    a = "k" if left == 1 else "... m k"
+    b = "k" if right == 1 else ("k n" if right == 2 else "... k n")
+    out = " ".join(filter(None, ["..." if max(left, right) > 2 else "", "m" if left > 1 else "", "n" if right > 1 else ""]))
+    return f"{a if left > 2 or right > 2 or left == 1 else 'm k'}, {b} -> {out}"
+
+
+def einsum(op: Op) -> str:
+    equation = op.argument("equation").replace(" ", "")
+    if "..." in equation or "->" not in equation:
+        raise LayoutError("an einsum without an arrow, or with an ellipsis")
+    ins, out = equation.split("->")
+    return ", ".join(" ".join(part) for part in ins.split(",")) + " -> " + " ".join(out)
+
+
+def attention(op: Op) -> str:
+    """Scaled dot-product attention over q [..., h, q, e], k [..., h, k, e], v [..., h, k, v] and a mask of any lower rank."""
+    rank = op.rank(0)
+    batch = string.ascii_lowercase[: rank - 3]
+    head = ["h"] if rank > 2 else []
+    shared = ["h~"] if rank > 2 else []
+    query, key, value = [*batch, *head, "q!", "e!"], [*batch, *shared, "k!", "e!"], [*batch, *shared, "k!", "v!"]
+    texts = [query, key, value]
+    if len(op.ins) > 3:
+        texts.append([*batch, *head, "q!", "k!"][rank - op.rank(3) :])
+    return ", ".join(" ".join(text) for text in texts) + " -> " + " ".join([*batch, *head, "q", "v"])
+
+
+def repeated(op: Op) -> str:
+    """Each index of a dimension several times in a row."""
+    dim = op.dims("dim")[0]
+    names = letters(op, 0).split()
+    return f"{' '.join([*names[:dim], names[dim] + '~', *names[dim + 1 :]])} -> {' '.join(names)}"
+
+
+def indexed(op: Op) -> str:
+    """x[i, j, …]: the dimensions that are looked up stay whole; the look-ups' own dimensions are broadcast together."""
+    listed = list(op.argument("indices"))
+    looked = [d for d, index in enumerate(listed) if index is not None]
+    if op.ins[looked[0] * 0 + 1].dtype == torch.bool:
+        raise LayoutError("an index by a mask")
+    if looked != list(range(looked[0], looked[-1] + 1)):
+        raise LayoutError("an index of dimensions that are not neighbours")
+    names = letters(op, 0).split()
+    width = max(len(kind.shape) for kind in op.ins[1:])
+    places = [f"Y{n}" for n in range(width)]
+    texts = [" ".join(f"{n}!" if d in looked else n for d, n in enumerate(names))]
+    texts += [" ".join(places[width - len(kind.shape) :]) for kind in op.ins[1:]]
+    return f"{', '.join(texts)} -> {' '.join([*names[: looked[0]], *places, *names[looked[-1] + 1 :]])}"
+
+
+def index_selected(op: Op) -> str:
+    dim = op.dims("dim")[0]
+    names = letters(op, 0).split()
+    return f"{letters(op, 0, never=(dim,))}, Y -> {' '.join([*names[:dim], 'Y', *names[dim + 1 :]])}"
+
+
+def gathered(op: Op) -> str:
+    dim = op.dims("dim")[0]
+    index = " ".join(f"Y!" if d == dim else n for d, n in enumerate(letters(op, 0).split()))
+    if any(a != b for d, (a, b) in enumerate(zip(op.ins[0].shape, op.ins[1].shape, strict=True)) if d != dim):
+        raise LayoutError("a gather that shortens another dimension")
+    return f"{letters(op, 0, never=(dim,))}, {index} -> {index.replace('!', '')}"
+
+
+def padded(op: Op) -> str:
+    count = len(op.argument("pad")) // 2
+    changed = [d for d in range(op.rank(0)) if op.ins[0].shape[d] != op.outs[0].shape[d] or d >= op.rank(0) - count]
+    return f"{letters(op, 0, never=changed)} -> {letters(op, 0, never=changed)}"
+
+
+def convolution(op: Op, spatial: int) -> str:
+    """x [b, c, …], weight [o, c / groups, …]: channels in are contracted; with as many groups as channels, each channel by itself."""
+    places = " ".join(f"{n}!" for n in "xyz"[:spatial])
+    window = " ".join(f"{n}!" for n in "uvw"[:spatial])
+    bias = ", o" if len(op.ins) > 2 else ""
+    groups = op.argument("groups", 1)
+    if groups == 1:
+        return f"b c {places}, o c {window}{bias} -> b o {places}"
+    if groups == op.ins[0].shape[1] == op.outs[0].shape[1]:
+        return f"b o {places}, o 1 {window}{bias} -> b o {places}"
+    raise LayoutError("a convolution in groups")
+
+
+def cross_entropy(op: Op) -> str:
+    if op.rank(0) != 2:
+        raise LayoutError("a cross-entropy over more than [rows, classes]")
+    weight = ", v!" * (len(op.ins) - 2)
+    return f"n! v!, n!{weight} -> {'n' if op.argument('reduction', 1) == 0 else ''}"
+
+
+def created(op: Op) -> str:
+    """A new tensor with nothing of its operand but type and device."""
+    out = " ".join(f"Y{n}!" for n in range(len(op.outs[0].shape)))
+    return f"* -> {out}"
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Token:
+    letter: str
+    never: bool = False
+    shared: bool = False
+
+
+@lru_cache(maxsize=4096)
+def parse_rule(text: str) -> tuple[tuple[tuple[Token, ...], ...], tuple[tuple[Token, ...], ...]]:
+    """The tokens of every operand and of every output."""
+    left, right = (side.strip() for side in text.split("->"))
+    return tuple(_tokens(part) for part in left.split(",")), tuple(_tokens(part) for part in right.split(","))
+
+
+def _tokens(text: str) -> tuple[Token, ...]:
+    return tuple(Token(word.rstrip("!~"), "!" in word, "~" in word) for word in text.split())
+
+
+def rule_text(op: Op) -> str:
+    """The rule of an operation as text. Raises LayoutError with the reason when there is none."""
+    rule = RULES.get(op.name)
+    if rule is None and is_pointwise(op):
+        return ", ".join(["..."] * len(op.ins)) + " -> " + ", ".join(["..."] * len(op.outs))
+    if rule is None:
+        raise LayoutError(f"no rule for {op.name}")
+    return rule if isinstance(rule, str) else rule(op)
+
+
+def is_pointwise(op: Op) -> bool:
+    target = op.node.target
+    tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return op.name in POINTWISE or tagged
+
+
+def has_rule(op: Op) -> bool:
+    return op.name in RULES or op.name in RESHAPES or op.name in SPLITS or is_pointwise(op)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A rule with `...` spelled out for the ranks of one operation, and the size of every letter."""
+
+    ins: tuple[tuple[Token, ...], ...]
+    outs: tuple[tuple[Token, ...], ...]
+    sizes: Mapping[str, Size]
+
+    @property
+    def never(self) -> frozenset[str]:
+        return frozenset(token.letter for tokens in self.ins + self.outs for token in tokens if token.never)
+
+
+def bind_rule(op: Op) -> Bound:
+    """The rule of an operation, dimension by dimension."""
+    ins, outs = parse_rule(rule_text(op))
+    ins = ins[: len(op.ins)]
+    if len(ins) != len(op.ins):
+        raise LayoutError(f"the rule of {op.name} has {len(ins)} operands, the call {len(op.ins)}")
+    spelled_ins = tuple(_spell(tokens, kind) for tokens, kind in zip(ins, op.ins, strict=True))
+    spelled_outs = tuple(_spell(tokens, kind) for tokens, kind in zip(outs, op.outs, strict=True))
+    sizes: dict[str, Size] = {}
+    for tokens, kind in zip(spelled_outs + spelled_ins, op.outs + op.ins, strict=True):
+        for token, size in zip(tokens, kind.shape, strict=True):
+            if sizes.get(token.letter, 1) == 1:
+                sizes[token.letter] = size
+    return Bound(spelled_ins, spelled_outs, sizes)
+
+
+def _spell(tokens: tuple[Token, ...], kind: TensorType) -> tuple[Token, ...]:
+    rank = len(kind.shape)
+    if tokens == (Token("*"),):
+        return tuple(Token("*", never=True) for _ in range(rank))
+    if Token("...") not in tokens:
+        if len(tokens) != rank:
+            raise LayoutError(f"a tensor of rank {rank} where the rule has {len(tokens)}")
+        return tokens
+    at = tokens.index(Token("..."))
+    leading = rank - (len(tokens) - 1)
+    return tokens[:at] + tuple(Token(f".{leading - d}") for d in range(leading)) + tokens[at + 1 :]
+
+
+def backward(op: Op, outs: Sequence[Layout | None]) -> list[Layout]:
+    """What layouts the operands must have for the outputs to have these; None for an output that nobody needs cut.
+
+    Raises LayoutError when the operation cannot work on pieces like that.
+    """
+    if op.name in RESHAPES:
+        return [reshape(_only(outs), op.ins[0].shape)] + [whole(*kind.shape) for kind in op.ins[1:]]
+    if op.name in SPLITS:
+        return [_unsplit(op, outs)]
+    bound = bind_rule(op)
+    dims: dict[str, Dim] = {}
+    for tokens, layout in zip(bound.outs, outs, strict=True):
+        for token, dim in zip(tokens, layout.dims, strict=True) if layout else ():
+            if cut_factors(dim):
+                _allow(op, bound, token.letter)
+            dims[token.letter] = join(dims[token.letter], dim) if token.letter in dims else dim
+    return [
+        Layout(tuple(_operand_dim(token, size, dims, bound) for token, size in zip(tokens, kind.shape, strict=True)))
+        for tokens, kind in zip(bound.ins, op.ins, strict=True)
+    ]
+
+
+def _only(outs: Sequence[Layout | None]) -> Layout:
+    (layout,) = outs
+    assert layout is not None
+    return layout
+
+
+def _allow(op: Op, bound: Bound, letter: str) -> None:
+    if letter in bound.never:
+        raise LayoutError(f"{op.name} needs this dimension whole")
+
+
+def _operand_dim(token: Token, size: Size, dims: Mapping[str, Dim], bound: Bound) -> Dim:
+    dim = dims.get(token.letter)
+    if dim is None or not cut_factors(dim):
+        return whole_dim(size)
+    if size == bound.sizes[token.letter]:
+        return dim
+    if token.shared and divides(size, bound.sizes[token.letter]):
+        return shared_dim(dim, size)
+    if size == 1:
+        return whole_dim(1)
+    raise LayoutError("operands of unlike sizes")
+
+
+def shared_dim(dim: Dim, size: Size) -> Dim:
+    """The layout of key/value heads, each of which stands for several of `dim`'s query heads."""
+    segments = canonical(dim)
+    if len(segments) != 1 or len(segments[0]) != 1:
+        raise LayoutError("heads that are cut in parts share key/value heads")
+    factor = segments[0][0]
+    step = quotient(factor.size, size)
+    match factor.cut:
+        case Open(key):
+            return ((Factor(size, Open(key, shared=True)),),)
+        case Cut(axis, ranges) if isinstance(step, int):
+            held = tuple((start // step, -(-stop // step) if stop > start else start // step) for start, stop in ranges)
+            return ((Factor(size, Cut(axis, held)),),)
+    raise LayoutError("a number of heads that is not known")
+
+
+def _unsplit(op: Op, outs: Sequence[Layout | None]) -> Layout:
+    dim = op.dims("dim")[0]
+    required = [layout for layout in outs if layout is not None]
+    dims = list(required[0].dims)
+    for layout in required[1:]:
+        dims = [d if i == dim else join(d, e) for i, (d, e) in enumerate(zip(dims, layout.dims, strict=True))]
+    parts = [layout.dims[dim] if layout else whole_dim(kind.shape[dim]) for layout, kind in zip(outs, op.outs, strict=True)]
+    dims[dim] = concatenate(parts) if any(cut_factors(part) for part in parts) else whole_dim(op.ins[0].shape[dim])
+    return Layout(tuple(dims))
+
+
+def forward(op: Op, ins: Sequence[Layout]) -> list[Layout]:
+    """The outputs' layouts, given the operands'. The other direction of `backward`, and the law that `verify` holds programs to.
+
+    Raises LayoutError when the operands do not fit each other or when a partial sum meets an operation that is not linear in it.
+    """
+    if op.name in RESHAPES:
+        return [reshape(ins[0], op.outs[0].shape)]
+    if op.name in SPLITS:
+        dim = op.dims("dim")[0]
+        parts = divide(ins[0].dims[dim], [kind.shape[dim] for kind in op.outs])
+        return [Layout((*ins[0].dims[:dim], part, *ins[0].dims[dim + 1 :]), ins[0].partial) for part in parts]
+    bound = bind_rule(op)
+    dims: dict[str, Dim] = {}
+    for tokens, layout, kind in zip(bound.ins, ins, op.ins, strict=True):
+        for token, dim, size in zip(tokens, layout.dims, kind.shape, strict=True):
+            if cut_factors(dim):
+                _allow(op, bound, token.letter)
+            if size == bound.sizes[token.letter]:
+                dims[token.letter] = join(dims[token.letter], dim) if token.letter in dims else dim
+    _check_shared(bound, op, ins, dims)
+    partial = _partial(op, bound, ins, dims)
+    return [
+        Layout(tuple(dims.get(token.letter, whole_dim(size)) for token, size in zip(tokens, kind.shape, strict=True)), partial)
+        for tokens, kind in zip(bound.outs, op.outs, strict=True)
+    ]
+
+
+def _check_shared(bound: Bound, op: Op, ins: Sequence[Layout], dims: Mapping[str, Dim]) -> None:
+    for tokens, layout, kind in zip(bound.ins, ins, op.ins, strict=True):
+        for token, dim, size in zip(tokens, layout.dims, kind.shape, strict=True):
+            if token.shared and size != bound.sizes[token.letter] and token.letter in dims and cut_factors(dims[token.letter]):
+                join(shared_dim(dims[token.letter], size), dim)
+
+
+def _partial(op: Op, bound: Bound, ins: Sequence[Layout], dims: Mapping[str, Dim]) -> tuple[str, ...]:
+    kept = {token.letter for tokens in bound.outs for token in tokens}
+    axes: list[str] = []
+    for letter, dim in dims.items():
+        for factor in cut_factors(dim) if letter not in kept else []:
+            if isinstance(factor.cut, Cut) and factor.cut.overlaps:
+                raise LayoutError("a sum over pieces that overlap")
+            axes.append(factor.cut.axis if isinstance(factor.cut, Cut) else "?")
+    waiting = [layout.partial for layout in ins]
+    if any(waiting):
+        if op.name not in SUMS or len(set(waiting)) > 1:
+            raise LayoutError("a partial sum is used before it is reduced")
+        axes += waiting[0]
+    return tuple(dict.fromkeys(axes))
+
+
+def wants_of(
+    node: fx.Node,
+    types: Mapping[str, Any],
+    layouts: Mapping[str, Layout | tuple[Layout, ...]],
+    rows: Mapping[str, tuple[Layout, ...]],
+) -> list[tuple[fx.Node, Layout]]:
+    """The layouts that a call which works on pieces needs of its tensor operands, in order; empty for one that works on whole values."""
+    if node.op != "call_function" or node.name not in layouts or op_name(node) == "getitem":
+        return []
+    out = layouts[node.name]
+    outs = out if isinstance(out, tuple) else (out,)
+    if node.name in rows:
+        return list(zip(view_op(node, types).operands, rows[node.name], strict=True))
+    if not any(layout.is_cut for layout in outs):
+        return []
+    op = view_op(node, types)
+    return list(zip(op.operands, backward(op, outs), strict=True))
