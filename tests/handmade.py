@@ -173,7 +173,8 @@ class Lowered:
         module = Both(model) if self.mesh.pp == 1 else (First, Second)[place](model)
         mine = self.stages[place]
         pieces = {name: Piece() for name, _ in module.named_parameters()}
-        return RankProgram(self.mesh, rank, (mine,), (module.to(device),), (mine.graph,), ("",), pieces, ())
+        module = module if model.embed.weight.is_meta else module.to(device)
+        return RankProgram(self.mesh, rank, (mine,), (module,), (mine.graph,), ("",), pieces, ())
 
 
 def lower(model: Tied, mesh: Mesh, batch: Mapping[str, Any], options: Any, *, static: bool = False, random: bool = False) -> Lowered:

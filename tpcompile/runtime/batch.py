@@ -175,7 +175,7 @@ def check_rows(rows: int | None, division: Division, call: str) -> None:
             f"a batch without rows cannot be divided into {into}",
             at=call,
             source=caller(),
-            fix="use dp=1 and microbatches=1, or example inputs of two rows or more per micro-batch",
+            fix="use dp=1 and microbatches=1, or inputs whose first dimension counts rows",
         )
     raise InputError(f"a batch of {rows} rows cannot be divided into {into}", at=call, source=caller(), fix=_row_fix(rows, division))
 
@@ -183,7 +183,7 @@ def check_rows(rows: int | None, division: Division, call: str) -> None:
 def _row_fix(rows: int, division: Division) -> str:
     """The nearest row counts, and the nearest numbers of micro-batches, that divide."""
     below, above = rows // division.parts * division.parts, -(-rows // division.parts) * division.parts
-    fix = "use a batch of " + " or ".join(str(count) for count in dict.fromkeys((below, above)) if count) + " rows"
+    fix = "use a batch of " + " or ".join(str(count) for count in dict.fromkeys((below, above or division.parts)) if count) + " rows"
     share, rest = divmod(rows, division.replicas)
     if rest:
         return fix

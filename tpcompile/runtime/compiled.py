@@ -50,7 +50,8 @@ def compile(
     count = (placed.pp if placed.pp > 1 else 1) if microbatches is None else microbatches
     check_schedule(schedule, count, placed.pp)
     if data_parallel != "ddp":
-        raise Refused(f"data_parallel={data_parallel!r} is not there yet", at="compile", source=caller(), fix='use data_parallel="ddp"')
+        at = f"compile(data_parallel={data_parallel!r})"
+        raise Refused(f"data_parallel={data_parallel!r} is not there yet", at=at, source=caller(), fix='use data_parallel="ddp"')
     options = Options(loss, count, split_batches, schedule, data_parallel, dict(overrides or {}))
     compiled = Compiled(model, placed, options, mesh if isinstance(mesh, DeviceMesh) else None)
     if example_inputs is None:
@@ -185,6 +186,7 @@ class Compiled:
         first, program = self.compilation, self._own_program(groups.rank)
         if len(program.modules) != 1:
             raise TpcompileError(f"rank {groups.rank} holds {len(program.modules)} stages", at=call)
+        _check_values(program.module, call)
         module = program.module.to(groups.device)
         self._engine = Engine(self.model, module, first.program, first.stages, groups, self.options.schedule, seed[0])
         self._captures = [self._own(0, first, program)]
@@ -275,6 +277,18 @@ class Compiled:
         missing = [i.path for i in program.inputs.values() if given.get(i.path) is None]
         if any(batches.is_target(path, self.model.forward) for path in missing):
             raise batches.missing(missing, call, loss=True)
+
+
+def _check_values(module: nn.Module, call: str) -> None:
+    """A model on the meta device can be compiled and read, not run."""
+    for name, p in module.named_parameters():
+        if p.is_meta:
+            raise InputError(
+                f"parameter {name} is on the meta device: it has no values",
+                at=call,
+                source=caller(),
+                fix="initialise the model (model.to_empty(device=...), then its weights) before it is compiled",
+            )
 
 
 def _texts(compilation: Compilation) -> dict[str, str]:

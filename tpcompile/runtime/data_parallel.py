@@ -9,7 +9,8 @@ Averaging what is already averaged changes nothing, so two steps before an optim
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tpcompile.errors import TpcompileError
-from tpcompile.ir import Program, TensorType, Type
+from tpcompile.ir import Program, Type
+from tpcompile.layout import TensorType
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.stage import StageRoot
 
@@ -32,6 +34,23 @@ def replicate_stage(root: StageRoot, groups: Groups) -> None:
     along = groups.along("dp")
     if groups.mesh.pp > 1 and along is not None and any(p.requires_grad for p in root.parameters()):
         replicate(root, mesh=along)
+
+
+@contextmanager
+def gradients_aside(root: StageRoot) -> Iterator[None]:
+    """What earlier steps left in `.grad`, set aside while a schedule runs, and added back at its end.
+
+    The first step of a new schedule sets the gradients of a `replicate` module to None, and shared weights are summed over stages.
+    """
+    aside = [(p, p.grad) for p in root.parameters() if p.grad is not None]
+    for p, _ in aside:
+        p.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, grad in aside:
+                p.grad = grad if p.grad is None else p.grad + grad
 
 
 def settle(root: StageRoot) -> None:
@@ -54,7 +73,7 @@ def distribute(root: StageRoot, groups: Groups, trained: frozenset[str]) -> Engi
         return root
     ignored = [name for name, p in root.named_parameters(remove_duplicate=False) if p not in kept]
     ignored += [name for name, _ in root.named_buffers(remove_duplicate=False)]  # equal on all replicas, and never written
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, ignored)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, ignored)  # type: ignore[no-untyped-call]
     return DistributedDataParallel(root, process_group=group)
 
 
@@ -66,7 +85,7 @@ def _average_when_ready(parameter: nn.Parameter, group: dist.ProcessGroup) -> No
         dist.all_reduce(p.grad, group=group)
         p.grad /= group.size()
 
-    parameter.register_post_accumulate_grad_hook(average)
+    parameter.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
 
 
 def local(tensor: Tensor) -> Tensor:

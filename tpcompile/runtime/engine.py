@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tpcompile import collectives
-from tpcompile.errors import InputError, Refused
-from tpcompile.ir import Program, Stage, TensorType
+from tpcompile.errors import Refused
+from tpcompile.ir import Program, Stage
+from tpcompile.layout import TensorType
 from tpcompile.runtime import outputs, step
 from tpcompile.runtime.data_parallel import Engine as DataParallel
-from tpcompile.runtime.data_parallel import check_gradients, distribute, reached, replicate_stage, settle
+from tpcompile.runtime.data_parallel import check_gradients, distribute, gradients_aside, reached, replicate_stage, settle
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
 from tpcompile.runtime.shared import SharedWeights, shared_weights
@@ -42,13 +43,6 @@ class Engine:
     def __init__(
         self, model: nn.Module, module: nn.Module, program: Program, stages: Sequence[Stage], groups: Groups, schedule: str, seed: int
     ) -> None:
-        meta = [name for name, p in module.named_parameters() if p.is_meta]
-        if meta:
-            raise InputError(
-                f"parameter {meta[0]} is on the meta device: it has no values",
-                at="compiled.train_step",
-                fix="initialise the model (model.to_empty(device=...), then its weights) before it is compiled",
-            )
         self._model, self.groups = model, groups
         collectives.bind(module, groups.names)
         self.root = StageRoot(module, program.aliases)
@@ -84,19 +78,24 @@ class Engine:
         """Forward and backward of the replica's rows; the loss of the whole batch."""
         engine = self._prepare(capture, gradients=True)
         work = self._work(capture, tensors, microbatches)
-        self._shared.set_aside(self.root)
         with torch.enable_grad():
-            losses = self._schedules.train(work) if self.groups.mesh.pp > 1 else step.accumulate(engine, work)
-        self._shared.sum_gradients(self.root)
-        check_gradients(self.root, capture.trained)
+            if self.groups.mesh.pp > 1:
+                with gradients_aside(self.root):
+                    losses = self._schedules.train(work)
+                    self._shared.sum_gradients(self.root)
+                    check_gradients(self.root, capture.trained)
+            else:
+                losses = step.accumulate(engine, work)
+                check_gradients(self.root, capture.trained)
         return step.report(losses, _loss_type(capture.program), self.groups)
 
     def forward(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Any:
         """The output for the replica's rows, in the model's own type; without a pipeline it can be differentiated."""
         if self.groups.mesh.pp > 1:
             self._prepare(capture, gradients=False)
-            chunks = self._schedules.evaluate(self._work(capture, tensors, microbatches))
-            settle(self.root)
+            with gradients_aside(self.root):
+                chunks = self._schedules.evaluate(self._work(capture, tensors, microbatches))
+                settle(self.root)
             values = outputs.to_every_stage(outputs.merge(capture.program, chunks) if chunks else (), self.groups)
         else:
             engine = self._prepare(capture, gradients=torch.is_grad_enabled())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
 import tempfile
+import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,9 +63,9 @@ def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, de
             shutdown_timeout=5,
         )
         try:
-            results = elastic_launch(config, _worker)(call, device)
+            results = elastic_launch(config, _worker)(call, device, logs)
         except ChildFailedError as error:
-            raise _process_error(error) from None
+            raise _cause(error, Path(logs)) from None
     return [pickle.loads(results[rank]) for rank in range(ranks)]
 
 
@@ -85,9 +89,8 @@ def _preload(fn: Callable[..., Any]) -> None:
     multiprocessing.set_forkserver_preload(modules)
 
 
-def _worker(call: bytes, device: str) -> bytes:
+def _worker(call: bytes, device: str, logs: str) -> bytes:
     """What every process runs: a process group around the user's function."""
-    fn, args = pickle.loads(call)
     local = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local)
@@ -96,18 +99,31 @@ def _worker(call: bytes, device: str) -> bytes:
         os.environ["OMP_NUM_THREADS"] = "1"  # torch is loaded already; other libraries may not be
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-    result = pickle.dumps(fn(*args))
+    try:
+        fn, args = pickle.loads(call)
+        result = pickle.dumps(fn(*args))
+    except Exception as error:
+        _report(error, Path(logs))
+        raise SystemExit(1) from None
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     return result
 
 
-def _process_error(error: ChildFailedError) -> ProcessError:
-    """The first failure; the processes that were stopped because of it are not causes."""
-    rank, failure = error.get_first_failure()
-    data = failure.error_file_data.get("message", "")
-    if isinstance(data, dict):
-        trace = str(data.get("extraInfo", {}).get("py_callstack", ""))
-        return ProcessError(rank, str(data.get("message", "")).strip(), trace)
-    return ProcessError(rank, failure.message or f"exit code {failure.exitcode}", "")
+def _report(error: Exception, logs: Path) -> None:
+    """Leave word of a failure, with its time: others fail because of the first."""
+    trace = traceback.format_exception(type(error), error, error.__traceback__.tb_next if error.__traceback__ else None)
+    reason = "".join(traceback.format_exception_only(error)).strip()
+    found = {"time": time.monotonic_ns(), "reason": reason, "trace": "".join(trace)}
+    (logs / f"failure_{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def _cause(error: ChildFailedError, logs: Path) -> ProcessError:
+    """The first failure that a process left word of; else what torch's launcher saw, such as a signal."""
+    failures = [(json.loads(path.read_text()), int(path.stem.split("_")[1])) for path in logs.glob("failure_*.json")]
+    if failures:
+        first, rank = min(failures, key=lambda failure: failure[0]["time"])
+        return ProcessError(rank, first["reason"], first["trace"])
+    rank, seen = error.get_first_failure()
+    return ProcessError(rank, str(seen.message), "")

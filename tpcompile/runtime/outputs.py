@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tpcompile.ir import Program, TensorType
+from tpcompile.ir import Program
+from tpcompile.layout import TensorType
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.step import mean_over_replicas
 
@@ -35,11 +36,11 @@ class _Reported(torch.autograd.Function):
     """The whole batch's loss in forward; in backward the replica's own, which the data-parallel engine averages."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, groups: Groups) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, loss: Tensor, groups: Groups) -> Tensor:
         return mean_over_replicas(loss, groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

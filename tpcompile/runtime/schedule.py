@@ -22,7 +22,7 @@ from tpcompile.errors import InputError, caller
 from tpcompile.ir import Boundary, Program, Stage
 from tpcompile.layout import Size
 from tpcompile.runtime.groups import Groups
-from tpcompile.runtime.stage import StageRoot
+from tpcompile.runtime.stage import INPUT, StageRoot
 
 SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -79,28 +79,33 @@ class Schedules:
 
     def train(self, work: Work) -> list[Tensor]:
         """Forward and backward of all micro-batches; the losses of each on the last stage, nothing elsewhere."""
-        schedule = self._schedule(work, train=True)
+        schedule, inputs = self._schedule(work, train=True), self._keywords(work.inputs)
         losses: list[Tensor] = []
         # torch wants a target for every micro-batch, though the loss function does not look at it
         target = torch.zeros(work.microbatches, device=self._groups.device) if self._is_last else None
         self._root.loss_only = self._is_last
         try:
-            schedule.step(target=target, losses=losses if self._is_last else None, return_outputs=False, **work.inputs)
+            schedule.step(target=target, losses=losses if self._is_last else None, return_outputs=False, **inputs)
         finally:
             self._root.loss_only = False
         return [loss.detach() for loss in losses]
 
     def evaluate(self, work: Work) -> list[tuple[Tensor, ...]]:
         """Forward of all micro-batches; the outputs of each on the last stage, nothing elsewhere."""
-        schedule = self._schedule(work, train=False)
+        schedule, inputs = self._schedule(work, train=False), self._keywords(work.inputs)
         self._root.loss_only = self._is_last
         self._root.collected = [] if self._is_last else None
         try:
             with torch.no_grad():
-                schedule.eval(return_outputs=False, **work.inputs)
+                schedule.eval(return_outputs=False, **inputs)
             return self._root.collected or []
         finally:
             self._root.loss_only, self._root.collected = False, None
+
+    @staticmethod
+    def _keywords(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs under names that the schedule's own keywords (target, losses) cannot have."""
+        return {INPUT + name: value for name, value in inputs.items()}
 
     def _schedule(self, work: Work, *, train: bool) -> PipelineScheduleSingle:
         key = (*work.key, train)
@@ -121,7 +126,7 @@ class Schedules:
             output_args=loss if self._is_last else _examples(work.stage.sends, work.sizes),
             group=self._groups.group("pp"),
         )
-        chunks: dict[str, Any] = {name: _Replicate() if dim is None else TensorChunkSpec(dim) for name, dim in work.dims.items()}
+        chunks = self._keywords({name: _Replicate() if dim is None else TensorChunkSpec(dim) for name, dim in work.dims.items()})  # type: ignore[no-untyped-call]
         loss_fn = _first if train else None
         return self._kind(piped, work.microbatches, loss_fn=loss_fn, kwargs_chunk_spec=chunks, scale_grads=False)
 
@@ -142,4 +147,4 @@ def _examples(boundaries: Sequence[Boundary], sizes: Mapping[sympy.Symbol, int])
 
 
 def _size(size: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
-    return size if isinstance(size, int) else int(size.subs(dict(sizes)))
+    return size if isinstance(size, int) else int(size.subs(list(sizes.items())))

@@ -1,8 +1,8 @@
 """Weights that several pipeline stages use, such as a tied embedding and head: one weight, held by several ranks.
 
 Every holder has the gradient of its own uses; their sum is the weight's gradient, and all holders get it, so that equal optimizers
-keep the copies equal. The sum comes after the data-parallel reduction. It must not take in what an earlier step has summed already,
-so a step sets earlier gradients aside and adds them back at its end.
+keep the copies equal. The sum comes after the data-parallel reduction, and over this step's gradients alone (`gradients_aside`):
+what an earlier step has summed must not be summed again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tpcompile.ir import Stage
 from tpcompile.runtime.data_parallel import local
@@ -36,19 +35,10 @@ class SharedWeights:
         by_holders = {held: groups.holders(held) for held in sorted(set(shared.values()))}
         here = groups.coordinates["pp"]
         self._groups = [(name, group) for name, held in shared.items() if here in held and (group := by_holders[held]) is not None]
-        self._aside: dict[str, Tensor] = {}
-
-    def set_aside(self, root: StageRoot) -> None:
-        """Before a step: take away what earlier steps left."""
-        parameters = dict(root.named_own_parameters())
-        self._aside = {}
-        for name, _ in self._groups:
-            if (grad := parameters[name].grad) is not None:
-                self._aside[name], parameters[name].grad = grad, None
 
     @torch.no_grad()
     def sum_gradients(self, root: StageRoot) -> None:
-        """After a step: sum over the holders, and put back what was set aside."""
+        """After a step: sum over the holders."""
         parameters = dict(root.named_own_parameters())
         for name, group in self._groups:
             parameter = parameters[name]
@@ -57,6 +47,3 @@ class SharedWeights:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(local(parameter.grad), group=group)
-            if name in self._aside:
-                parameter.grad.add_(self._aside[name])
-        self._aside = {}

@@ -11,6 +11,9 @@ from torch.func import functional_call
 
 from tpcompile.errors import Refused
 
+INPUT = "input."
+"""Stands before the name of an input that comes through a schedule."""
+
 
 class StageRoot(nn.Module):
     """One pipeline stage. The first capture's module owns the parameters; later captures borrow them by name at every call.
@@ -48,7 +51,7 @@ class StageRoot(nn.Module):
         return len(self._others)
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self._run(*received, **inputs)
+        outputs: tuple[Tensor, ...] = self._run(*received, **{name.removeprefix(INPUT): value for name, value in inputs.items()})
         if self.collected is not None:
             self.collected.append(tuple(output.detach() for output in outputs))
         return outputs[:1] if self.loss_only else outputs
@@ -58,7 +61,7 @@ class StageRoot(nn.Module):
             return self.program(*received, **inputs)
         (module,) = self._others[self.capture - 1]
         own = dict(self.named_own_parameters())
-        borrowed = {name: own[self._aliases.get(name, name)] for name, _ in module.named_parameters()}
+        borrowed: dict[str, Tensor] = {name: own[self._aliases.get(name, name)] for name, _ in module.named_parameters()}
         return functional_call(module, borrowed, received, inputs)
 
 

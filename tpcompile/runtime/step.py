@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tpcompile.ir import Program, TensorType
+from tpcompile.ir import Program
+from tpcompile.layout import TensorType
 from tpcompile.runtime.batch import part
 from tpcompile.runtime.data_parallel import Engine
 from tpcompile.runtime.groups import Groups

@@ -1,0 +1,166 @@
+"""The compiled object in one process: what it gives without a process group, and its complaints word for word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import handmade
+import pytest
+import torch
+from torch import nn
+
+from tpcompile.errors import InputError, Refused, TpcompileError
+from tpcompile.runtime import compiled as compiled_module
+from tpcompile.runtime.compiled import Compiled, compile
+
+
+def message(error: pytest.ExceptionInfo[TpcompileError]) -> list[str]:
+    """The lines of an error; its source must be this file."""
+    lines = str(error.value).split("\n")
+    assert error.value.source.startswith("test_compiled.py:")
+    return [line for line in lines if not line.startswith("  from ")]
+
+
+def one(example: Any = None, model: nn.Module | None = None, **settings: Any) -> Compiled:
+    return handmade.compiled(model or handmade.Tied(), "tp=1", example, **settings)
+
+
+def test_a_step_on_one_device() -> None:
+    compiled, model = one(microbatches=4), handmade.Tied()
+    loss = compiled.train_step(**handmade.batch())
+    expected = model(**handmade.batch())["loss"]
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12) and not loss.requires_grad
+    assert {name for name, _ in compiled.named_parameters()} == {name for name, _ in model.named_parameters()}
+    for name, p in compiled.named_parameters():
+        assert torch.allclose(p.grad, model.get_parameter(name).grad, rtol=0, atol=1e-12)
+    assert all(p.grad is None for p in compiled.model.parameters())
+
+
+def test_call_on_one_device() -> None:
+    compiled, model = one(handmade.batch()), handmade.Tied()
+    output, expected = compiled(**handmade.batch()), model(**handmade.batch())
+    assert list(output) == ["loss", "logits"] and torch.equal(output["logits"], expected["logits"])
+    output["loss"].backward()
+    expected["loss"].backward()
+    for name, p in compiled.named_parameters():
+        assert torch.allclose(p.grad, model.get_parameter(name).grad, rtol=0, atol=1e-12)
+    assert torch.equal(compiled(handmade.batch()["input_ids"])["logits"], expected["logits"])  # positional, and no labels: captured anew
+
+
+def test_a_mesh_without_processes_can_be_read() -> None:
+    compiled = handmade.compiled(handmade.Tied(), "dp=2,pp=2", handmade.batch())
+    assert [compiled.program(rank).coordinates["pp"] for rank in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(InputError) as error:
+        compiled.train_step(**handmade.batch())
+    assert message(error) == [
+        "mesh dp=2,pp=2,tp=1 needs 4 processes, and no process group is initialised",
+        "  at   compiled.train_step(input_ids=[8, 5], labels=[8, 5])",
+        "  fix  start with torchrun --nproc-per-node 4 and call torch.distributed.init_process_group(), or use tpcompile.launch(fn, mesh)",
+    ]
+    with pytest.raises(InputError) as error:
+        compiled.program(rank=4)
+    assert message(error) == ["mesh dp=2,pp=2,tp=1 has no rank 4", "  at   compiled.program(rank=4)", "  fix  use a rank from 0 to 3"]
+
+
+def test_rows_that_do_not_divide() -> None:
+    expected = [
+        "a batch of 10 rows cannot be divided into 4 equal micro-batches",
+        "  at   compiled.train_step(input_ids=[10, 5], labels=[10, 5])",
+        "  fix  use a batch of 8 or 12 rows, or microbatches=2 or 5",
+    ]
+    for example in (None, handmade.batch()):
+        with pytest.raises(InputError) as error:
+            one(example, microbatches=4).train_step(**handmade.batch(rows=10))
+        assert message(error) == expected
+
+
+def test_labels_missing() -> None:
+    with pytest.raises(InputError) as error:
+        one(handmade.batch()).train_step(input_ids=handmade.batch()["input_ids"])
+    assert message(error) == [
+        "labels is missing",
+        "  at   compiled.train_step(input_ids=[8, 5])",
+        "  fix  pass labels: the loss is computed from it",
+    ]
+
+
+def test_no_loss() -> None:
+    with pytest.raises(InputError) as error:
+        one().train_step(input_ids=handmade.batch()["input_ids"])
+    assert message(error) == [
+        "the model has no loss: its output is neither a scalar nor has a .loss",
+        "  at   compiled.train_step(input_ids=[8, 5])",
+        "  fix  pass loss= to tpcompile.compile, or the labels with the batch",
+    ]
+
+
+def test_optimizer_before_the_first_capture() -> None:
+    with pytest.raises(InputError) as error:
+        one().optimizer(torch.optim.SGD, lr=1.0)
+    assert message(error) == [
+        "no parameters yet: the model is captured at the first step, since compile was given no example inputs",
+        "  at   compiled.optimizer(SGD)",
+        "  fix  pass example_inputs to tpcompile.compile, or run a step first",
+    ]
+
+
+def test_history_before_the_first_capture() -> None:
+    with pytest.raises(InputError) as error:
+        _ = one().history
+    assert message(error) == [
+        "the model is not captured yet: compile was given no example inputs",
+        "  at   compiled",
+        "  fix  pass example_inputs to tpcompile.compile, or run a step first",
+    ]
+
+
+def test_meta_parameters_can_be_read_and_not_run() -> None:
+    compiled = one(handmade.batch(), handmade.Tied().to("meta"))
+    assert compiled.program().module is not None
+    with pytest.raises(InputError) as error:
+        compiled.train_step(**handmade.batch())
+    assert message(error) == [
+        "parameter embed.weight is on the meta device: it has no values",
+        "  at   compiled.train_step(input_ids=[8, 5], labels=[8, 5])",
+        "  fix  initialise the model (model.to_empty(device=...), then its weights) before it is compiled",
+    ]
+
+
+def test_a_loss_that_is_no_sum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    def lower(*args: Any) -> handmade.Lowered:
+        found = handmade.lower(*args)
+        found.program = replace(found.program, loss_reason="std over the batch (loss.py:3)")
+        return found
+
+    monkeypatch.setattr(compiled_module, "lower", lower)
+    with pytest.raises(Refused) as error:
+        compile(handmade.Tied(), "dp=2", handmade.batch(), microbatches=2)
+    assert message(error) == [
+        "the loss of a batch is not the sum of its parts' losses: std over the batch (loss.py:3)",
+        "  at   compile(dp=2, microbatches=2)",
+        "  fix  use dp=1 and microbatches=1, or a loss that is a sum or a mean over tokens",
+    ]
+    compile(handmade.Tied(), "tp=1", handmade.batch())
+
+
+def test_data_parallel_kinds_that_are_not_there() -> None:
+    with pytest.raises(Refused) as error:
+        compile(handmade.Tied(), "dp=2", data_parallel="zero3")
+    assert message(error) == [
+        "data_parallel='zero3' is not there yet",
+        "  at   compile(data_parallel='zero3')",
+        '  fix  use data_parallel="ddp"',
+    ]
+
+
+class WithDummies(handmade.Tied):
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        return handmade.batch()
+
+
+def test_dummy_inputs_serve_as_example() -> None:
+    assert one(None, WithDummies()).compilation.program.loss
