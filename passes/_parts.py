@@ -6,8 +6,11 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 
+from tpcompile.errors import VerifyError
 from tpcompile.ir import Stage
 
 _BEFORE_USE = ("enter", "local_slice", "shared")  # what belongs to the layer that uses it, rather than to the one that made its input
@@ -41,13 +44,16 @@ def arrange(stage: Stage, paths: Mapping[str, str], layers: Sequence[str]) -> tu
     A layer that takes part with nothing but values of the inputs (a mask that another stage's layer made first) stays in the root too.
     """
     nodes = live(stage.graph)
+    for node in stage.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable and node.target is not torch.ops.aten.detach_.default:
+            raise VerifyError(f"{node.name} changes its input in place, so the order of operations is not free", at=str(node.target))
     place = {node: index for index, node in enumerate(nodes)}
     home = _homes(nodes, place, paths, layers)
-    learned = _learned(stage, nodes)
+    learned, first = _learned(stage, nodes), dict(home)
     for layer in layers:
         members = [node for node in nodes if home[node] == layer]
         between = _between(nodes, place, members)
-        if not any(node in learned for node in members) or any(home[node] for node in between):
+        if not any(node in learned for node in members) or any(first[node] or home[node] for node in between):
             home.update(dict.fromkeys(members, ""))
         else:
             home.update(dict.fromkeys(between, layer))

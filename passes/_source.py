@@ -16,8 +16,8 @@ from torch import fx
 
 from tpcompile.collectives import COLLECTIVES
 from tpcompile.errors import TpcompileError
-from tpcompile.ir import Source, TensorType, Type
-from tpcompile.layout import Layout, whole
+from tpcompile.ir import Source, Type
+from tpcompile.layout import Layout, TensorType, whole
 
 WIDTH = 120
 RESERVED = frozenset({"aten", "collectives", "device", "math", "nn", "operator", "self", "torch", *keyword.kwlist, *dir(builtins)})
@@ -95,7 +95,8 @@ def site_of(node: fx.Node) -> int | None:
     """The number of a dropout's site: what differs between layers that are equal otherwise."""
     if getattr(node.target, "namespace", "") != "tpcompile" or getattr(node.target, "_opname", "") != "dropout":
         return None
-    return int(node.kwargs.get("site", node.args[3] if len(node.args) > 3 else 0))  # type: ignore[call-overload,no-any-return]
+    site: Any = node.kwargs.get("site", node.args[3] if len(node.args) > 3 else 0)
+    return int(site)
 
 
 def expression(node: fx.Node, names: Mapping[fx.Node, str], site: str = "") -> str:
@@ -154,12 +155,14 @@ def _arguments(args: Sequence[str], kwargs: Mapping[str, str]) -> str:
     return "(" + ", ".join([*args, *plain, *(["**{" + ", ".join(odd) + "}"] if odd else [])]) + ")"
 
 
-def type_text(type: Type | None, layout: Layout | None = None) -> str:
+def type_text(type: Type | None, layout: Layout | tuple[Layout, ...] | None = None) -> str:
     """A type in a comment: f32[b, s, 64], or f32[b, s, 4@tp·16] where the layout is known."""
     if isinstance(type, TensorType):
-        return f"{_DTYPES.get(type.dtype, str(type.dtype))}{layout or whole(*type.shape)}"
+        known = layout if isinstance(layout, Layout) else whole(*type.shape)
+        return f"{_DTYPES.get(type.dtype, str(type.dtype))}{known}"
     if isinstance(type, tuple):
-        return ", ".join(type_text(part) for part in type)
+        layouts = layout if isinstance(layout, tuple) else (None,) * len(type)
+        return ", ".join(type_text(*both) for both in zip(type, layouts, strict=True))
     return ""
 
 
@@ -172,12 +175,11 @@ def argument_comment(arguments: Sequence[tuple[str, str]]) -> str:
 def statement(target: str, value: str, dead: Sequence[str], comment: str) -> str:
     """`target = value; del dead  # comment`, with a long call's arguments on a line of their own."""
     line = f"{target} = {value}" if target else value
-    if len(line) > WIDTH and value.endswith(")") and "(" in value:
+    end = (f"; del {', '.join(dead)}" if dead else "") + (f"  # {comment}" if comment else "")
+    if len(line + end) > WIDTH and value.endswith(")"):
         head, _, rest = line.partition("(")
-        line = f"{head}(\n    {rest[:-1]},\n)"
-    if dead:
-        line += f"; del {', '.join(dead)}"
-    return f"{line}  # {comment}" if comment else line
+        line = f"{head}(\n    {rest[:-1]}\n)"
+    return line + end
 
 
 def origin(source: Source | None) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from tpcompile.errors import TpcompileError
-from tpcompile.ir import Program, Stage, TensorType
-from tpcompile.layout import Layout
+from tpcompile.ir import Program, Stage
+from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._parts import Part
 from tpcompile.passes._source import RESERVED, Scope, argument_comment, expression, has_device, origin, site_of, statement, stem, type_text
 from tpcompile.passes._tree import Tree, attribute, constructor, numbered
@@ -26,30 +26,29 @@ _CUT = "Shapes in comments are those of the whole values; @tp marks what is cut 
 
 
 @dataclass(frozen=True)
-class Writing:
-    """What the source is written from. `tree` holds the stage's tensors, `twins` the other names of some; `axis` spells the group."""
+class About:
+    """What the sources of all stages are written from."""
 
-    stage: Stage
-    parts: tuple[Part, ...]
     program: Program
     model: nn.Module
-    tree: Tree
-    twins: Mapping[str, str]
-    axis: str
-    layouts: Mapping[str, Layout]
+    axis: str  # the spelling of the tensor axis that has no group yet
+    layouts: Mapping[str, Layout | tuple[Layout, ...]]
+    origins: Mapping[str, str]  # node that a pass added → the program's node whose value it is a piece of
     stages: int
 
 
-def write(writing: Writing) -> str:
-    """The source of a stage's module, class `Stage`; the layers of `writing.tree` become calls of their classes."""
-    writer = _Writer(writing)
-    calls = {part: writer.layer(part) for part in writing.parts if part.layer}
-    stage = writer.root(calls)
-    classes = [_class(name, numbered(writer.layers[name]), text) for text, name in writer.classes.items()]
-    body = "\n\n".join([*classes, stage])
+def write(stage: Stage, parts: Sequence[Part], tree: Tree, twins: Mapping[str, str], about: About) -> str:
+    """The source of a stage's module, class `Stage`.
+
+    `tree` holds the stage's tensors, and its layers become calls of their classes; `twins` are other names of some tensors.
+    """
+    writer = _Writer(stage, tuple(parts), tree, about)
+    calls = {part: writer.layer(part) for part in parts if part.layer}
+    root = writer.root(calls, twins)
+    body = "\n\n".join([*(_class(name, numbered(writer.layers[name]), text) for text, name in writer.classes.items()), root])
     imports = [f"import {name}" for name in ("math", "operator") if f"{name}." in body]
     ours = ["\nfrom tpcompile import collectives"] if "collectives." in body else []
-    head = _HEAD.format(index=writing.stage.index, count=writing.stages, shapes=_CUT if writing.layouts else _WHOLE)
+    head = _HEAD.format(index=stage.index, count=about.stages, shapes=_CUT if about.layouts else _WHOLE)
     lines = [head, *imports, *([""] if imports else []), "import torch", "from torch import nn", *ours, "\naten = torch.ops.aten\n\n"]
     return "\n".join(lines) + "\n" + body
 
@@ -68,14 +67,17 @@ class _Call:
 
 @dataclass
 class _Writer:
-    writing: Writing
+    stage: Stage
+    parts: tuple[Part, ...]
+    tree: Tree
+    about: About
     classes: dict[str, str] = field(default_factory=dict)  # text of a layer's methods → the class that has them
     layers: dict[str, list[str]] = field(default_factory=dict)  # class → the layers that it stands for
 
     def __post_init__(self) -> None:
-        self.stage, self.tree, self.program = self.writing.stage, self.writing.tree, self.writing.program
-        read = [{source for node in part.nodes for source in node.all_input_nodes} for part in self.writing.parts if part.layer]
+        read = [{source for node in part.nodes for source in node.all_input_nodes} for part in self.parts if part.layer]
         self.readers = Counter(source for sources in read for source in sources)  # value → how many layers take it
+        self.run = {node for part in self.parts for node in part.nodes} | {self.stage.graph.output_node()}
 
     def layer(self, part: Part) -> _Call:
         """Write a layer's class, unless an equal one stands already, and make the tree call it."""
@@ -87,7 +89,7 @@ class _Writer:
             elif source not in inside:
                 scope.name(source, self._argument(source))
                 arguments.append(source)
-        results = tuple(node for node in part.nodes if any(user not in inside for user in node.users))
+        results = tuple(node for node in part.nodes if any(user in self.run and user not in inside for user in node.users))
         sites = tuple(site for node in part.nodes if (site := site_of(node)) is not None)
         signature = self._signature(arguments, scope)
         body = self._statements([part], scope, set(results), sites, self._device(tree, arguments, scope))
@@ -96,7 +98,7 @@ class _Writer:
         tree.made = f"{name}(device, sites={sites})" if sites else f"{name}(device)"
         return _Call(tuple(arguments), results)
 
-    def root(self, calls: Mapping[Part, _Call]) -> str:
+    def root(self, calls: Mapping[Part, _Call], twins: Mapping[str, str]) -> str:
         """The class of the stage itself."""
         scope, arguments = Scope(), []
         given = {*(boundary.name for boundary in self.stage.receives), *self.stage.inputs}
@@ -110,14 +112,12 @@ class _Writer:
                 raise TpcompileError(f"placeholder {node.name} of stage {self.stage.index} is no parameter, buffer, constant or input")
         signature = self._signature(arguments, scope)
         output = self.stage.graph.output_node()
-        body = self._statements(
-            self.writing.parts, scope, set(output.all_input_nodes), (), self._device(self.tree, arguments, scope), calls
-        )
+        body = self._statements(self.parts, scope, set(output.all_input_nodes), (), self._device(self.tree, arguments, scope), calls)
         values = [scope.names[value] if isinstance(value, fx.Node) else repr(value) for value in output.args[0]]  # type: ignore[union-attr]
         body.append(f"return ({', '.join(values)}{',' if len(values) == 1 else ''})")
-        twins = [f"{attribute(self.tree, twin)} = {attribute(self.tree, first)}" for twin, first in self.writing.twins.items()]
-        doc = f"Stage {self.stage.index} of {self.writing.stages}"
-        return _class("Stage", doc, self._methods(self.tree, signature, body, twins))
+        again = [f"{attribute(self.tree, twin)} = {attribute(self.tree, first)}" for twin, first in twins.items()]
+        doc = f"Stage {self.stage.index} of {self.about.stages}"
+        return _class("Stage", doc, self._methods(self.tree, signature, body, again))
 
     # -------------------------------------------------------------------------------------------- names
 
@@ -140,13 +140,13 @@ class _Writer:
         return "x" if self._is_tensor(node) else stem(node)
 
     def _is_tensor(self, node: fx.Node) -> bool:
-        kind = self.program.types.get(node.name)
+        kind = self.about.program.types.get(node.name)
         return isinstance(kind, TensorType) or (kind is None and not stem(node).startswith("sym_"))
 
     def _named(self, text: str, layer: str) -> str:
         """The class that has these methods."""
         if text not in self.classes:
-            kind = type(self.writing.model.get_submodule(layer)).__name__
+            kind = type(self.about.model.get_submodule(layer)).__name__
             taken = {*RESERVED, "Stage", *self.classes.values()}
             self.classes[text] = next(n for n in (kind, *(f"{kind}_{i}" for i in range(1, len(taken) + 2))) if n not in taken)
         self.layers.setdefault(self.classes[text], []).append(layer)
@@ -175,7 +175,7 @@ class _Writer:
             if node is None:
                 lines.append(self._call(part, calls[part], scope, dead))  # type: ignore[index]
                 continue
-            if (where := origin(self.program.sources.get(node.name))) and where != said:
+            if (where := origin(self.about.program.sources.get(node.name))) and where != said:
                 lines.append(where)
                 said = where
             site = f"self.sites[{drawn}]" if sites and site_of(node) is not None else ""
@@ -191,7 +191,8 @@ class _Writer:
         return statement(target, f"{attribute(self.tree, part.layer)}({arguments})", dead, "")
 
     def _comment(self, node: fx.Node) -> str:
-        return type_text(self.program.types.get(node.name), self.writing.layouts.get(node.name))
+        value = self.about.origins.get(node.name, node.name)
+        return type_text(self.about.program.types.get(value), self.about.layouts.get(node.name))
 
     def _signature(self, arguments: Sequence[fx.Node], scope: Scope) -> str:
         """The first lines of forward: its arguments, and their types."""
@@ -207,7 +208,7 @@ class _Writer:
 
     def _methods(self, tree: Tree, signature: str, body: Sequence[str], extra: Sequence[str] = (), *, sites: bool = False) -> str:
         made = ["super().__init__()"]
-        made += [f'self.tp = "{self.writing.axis}"'] if any("self.tp" in line for line in body) else []
+        made += [f'self.tp = "{self.about.axis}"'] if any("self.tp" in line for line in body) else []
         made += ["self.sites = sites  # of dropout"] if sites else []
         made += [*constructor(tree), *extra]
         return "\n".join(

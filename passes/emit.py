@@ -19,7 +19,9 @@ from tpcompile.mesh import Mesh
 from tpcompile.passes._holding import Holding, Piece
 from tpcompile.passes._parts import Part, arrange
 from tpcompile.passes._tree import Tree, fill
-from tpcompile.passes._writer import Writing, write
+from tpcompile.passes._writer import About, write
+
+__all__ = ["Cut", "Piece", "RankProgram", "emit"]
 
 Cut = tuple[int, Sequence[int]]
 """How a parameter is cut over the tensor axis: the dimension, and `bounds` as collectives understands them."""
@@ -35,7 +37,7 @@ class RankProgram:
     modules: tuple[nn.Module, ...]
     graphs: tuple[fx.Graph, ...]  # the stages' graphs with this rank's numbers
     sources: tuple[str, ...]
-    parameters: Mapping[str, Piece]  # of all stages that the rank holds, by name in the user's model
+    parameters: Mapping[str, Piece]  # of all stages that the rank holds, by every name in the user's model
     unused: tuple[str, ...]  # parameters that no graph uses: they get no gradient
 
     @property
@@ -70,7 +72,8 @@ def emit(
     rank: int,
     device: torch.device | str = "cpu",
     *,
-    layouts: Mapping[str, Layout] | None = None,
+    layouts: Mapping[str, Layout | tuple[Layout, ...]] | None = None,
+    origins: Mapping[str, str] | None = None,
     held: Sequence[int] | None = None,
 ) -> RankProgram:
     """Make a rank's modules, one for each stage that it holds, from the graphs of all stages.
@@ -81,26 +84,26 @@ def emit(
                     return aten.linear.default(x, self.fc.weight)
             …   self.h = nn.ModuleList(Block(device) for _ in range(2))
 
-    `pieces` has an entry for every parameter that is cut; the `layouts` of values go into the source's comments. `held` lists this
-    rank's stages by index; by default stage i is on pipeline coordinate i modulo pp. Parameters are copies on `device`; those of
-    a model on the meta device stay there.
+    `pieces` has an entry for every parameter that is cut. The source's comments show the `layouts` of nodes; `origins` names the
+    program's node for those that a pass added. `held` lists this rank's stages by index: by default stage i is on pipeline
+    coordinate i modulo pp. Parameters are copies on `device`; those of a model on the meta device stay there.
     """
     place = mesh.coordinates(rank)
     mine = [stage for stage in stages if (stage.index % mesh.pp == place["pp"] if held is None else stage.index in held)]
     graphs = tuple(_localize(stage.graph, place["tp"]) for stage in mine)
     paths = {name: source.path for name, source in program.sources.items()}
     parts = {stage.index: arrange(stage, paths, program.layers) for stage in stages}
-    local = {name: _piece(cut, mesh.tp, place["tp"]) for name, cut in pieces.items()}
+    local = {name: Piece(dim, tuple(collectives.held_by(bounds, place["tp"], mesh.tp))) for name, (dim, bounds) in pieces.items()}
     holding = Holding(program, model, local, tuple(stages), parts, torch.device(device))
-    axis = collectives.unbound("tp", place["tp"], mesh.tp)
+    about = About(program, model, collectives.unbound("tp", place["tp"], mesh.tp), layouts or {}, origins or {}, len(stages))
     modules, sources, parameters = [], [], dict[str, Piece]()
     for stage, graph in zip(mine, graphs, strict=True):
         tree, twins = holding.tree(stage)
-        own = _renewed(parts[stage.index], graph)
-        source = write(Writing(replace(stage, graph=graph), own, program, model, tree, twins, axis, layouts or {}, len(stages)))
+        source = write(replace(stage, graph=graph), _renewed(parts[stage.index], graph), tree, twins, about)
         modules.append(_execute(source, tree, twins).train(model.training))
         sources.append(source)
-        parameters |= {name: holding.piece(name) for name, tensor in tree.tensors() if tensor.is_parameter}
+        own = {name: holding.piece(name) for name, tensor in tree.tensors() if tensor.is_parameter}
+        parameters |= own | {twin: own[name] for twin, name in twins.items() if name in own}
     unused = tuple(name for name in parameters if name in holding.unused)
     return RankProgram(mesh, rank, tuple(mine), tuple(modules), graphs, tuple(sources), MappingProxyType(parameters), unused)
 
@@ -109,10 +112,6 @@ def _renewed(parts: Sequence[Part], graph: fx.Graph) -> tuple[Part, ...]:
     """The same parts with the nodes of another copy of the graph."""
     nodes = {node.name: node for node in graph.nodes}
     return tuple(Part(part.layer, tuple(nodes[node.name] for node in part.nodes)) for part in parts)
-
-
-def _piece(cut: Cut, size: int, coordinate: int) -> Piece:
-    return Piece(cut[0], tuple(collectives.held_by(cut[1], coordinate, size)))
 
 
 def _localize(graph: fx.Graph, coordinate: int) -> fx.Graph:
@@ -124,8 +123,8 @@ def _localize(graph: fx.Graph, coordinate: int) -> fx.Graph:
     local, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         new[node] = local.node_copy(node, new.__getitem__)
-        new[node].args = fx.node.map_aggregate(new[node].args, number)  # type: ignore[assignment,arg-type]
-        new[node].kwargs = fx.node.map_aggregate(new[node].kwargs, number)  # type: ignore[assignment,arg-type]
+        new[node].args = fx.node.map_aggregate(new[node].args, number)  # type: ignore[arg-type]
+        new[node].kwargs = fx.node.map_aggregate(new[node].kwargs, number)  # type: ignore[arg-type]
     return local
 
 

@@ -41,7 +41,7 @@ from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
 
 __all__ = ["COLLECTIVES", "Collective", "Range", "bind", "dropout", "enter", "gather", "held_by", "holders", "length", "local_slice"]
-__all__ += ["mix", "overlap", "place", "reduce", "shared", "spread", "take", "unbound"]
+__all__ += ["mix", "ops", "overlap", "place", "reduce", "shared", "spread", "take", "unbound"]
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,23 @@ def _(x: Tensor, axis: str) -> Tensor:
 _reduce.register_autograd(lambda ctx, grad: (grad, None))
 
 
-_library = torch.library.Library("tpcompile", "FRAGMENT")
+_library: Any = torch.library.Library("tpcompile", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 class _Identity(torch.autograd.Function):
-    """An identity whose gradient is `backward(grad, *rest)`."""
+    """An identity whose gradient is `backward(grad, *rest)`; `rest` starts with the axis."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, backward: Any, below: Any, rest: tuple[Any, ...]) -> Tensor:
         ctx.to_input, ctx.rest = backward, rest
         plain = type(x) in (Tensor, nn.Parameter) and not torch._is_functional_tensor(x) and not torch._C._len_torch_dispatch_stack()
-        return x.view_as(x) if plain else below()
+        if not plain:
+            return below()  # type: ignore[no-any-return]
+        check_bound(rest[0])
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return ctx.to_input(grad, *ctx.rest), None, None, None
 
 
@@ -217,9 +220,12 @@ def _local_slice_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _local_slice.register_autograd(_local_slice_backward, setup_context=_local_slice_setup)
 
 
-dropout = torch.ops.tpcompile.dropout.default
-enter = torch.ops.tpcompile.enter.default
-gather = torch.ops.tpcompile.gather.default
-local_slice = torch.ops.tpcompile.local_slice.default
-reduce = torch.ops.tpcompile.reduce.default
-shared = torch.ops.tpcompile.shared.default
+ops = torch.ops.tpcompile
+"""All of them; the names below are their only overloads."""
+
+dropout = ops.dropout.default
+enter = ops.enter.default
+gather = ops.gather.default
+local_slice = ops.local_slice.default
+reduce = ops.reduce.default
+shared = ops.shared.default

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from torch import nn
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 
 from tpcompile.errors import TpcompileError
 
@@ -36,6 +36,6 @@ def check_bound(axis: str) -> None:
     if ":" in axis and place(axis)[1] > 1:
         raise TpcompileError(
             "the program has no process group to communicate over",
-            at=f"a collective over {axis.split(':')[0]}, size {place(axis)[1]}",
-            fix='call tpcompile.collectives.bind(module, {"tp": group.group_name}), or use compiled.train_step',
+            at=f"a collective over {axis.split(':')[0]}, of {place(axis)[1]} ranks",
+            fix='call tpcompile.collectives.bind(module, {"tp": group.group_name})',
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("tpcompile", "FRAGMENT")
+_library: Any = torch.library.Library("tpcompile", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def mix(*numbers: int) -> int:
@@ -35,7 +37,7 @@ def _(x: Tensor, p: float, rng_key: Tensor, site: int, offset: int) -> Tensor:
 
 
 def _dropout(x: Tensor, p: float, rng_key: Tensor, site: int, offset: int) -> Tensor:
-    mask = torch.ops.tpcompile.dropout_mask.default(x, p, rng_key, site, offset)
+    mask: Tensor = torch.ops.tpcompile.dropout_mask.default(x, p, rng_key, site, offset)
     return x * mask * (0.0 if p >= 1 else 1 / (1 - p))
 
 

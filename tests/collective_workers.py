@@ -1,0 +1,128 @@
+"""What every rank of the collectives' tests checks, against the same arithmetic on whole values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpcompile import collectives
+
+OVERLAPPING = [0, 2, 5, 6, 1, 3, 3, 5, 5, 7, 7, 7]
+UNEVEN = [0, 4, 4, 7, 7, 7]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def communication(call: Callable[[], Any]) -> Counter[str]:
+    """What the process group is asked to do while `call` runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return Counter(event.name for event in profile.events() if event.name.startswith("gloo:"))
+
+
+def indices(bounds: list[int], rank: int, size: int) -> list[int]:
+    return [index for start, stop in collectives.held_by(bounds, rank, size) for index in range(start, stop)]
+
+
+def whole_value(dtype: torch.dtype) -> Tensor:
+    """The same on every rank, and not contiguous."""
+    return torch.arange(14).reshape(7, 2).to(dtype).t()
+
+
+def forward_and_backward(rank: int, size: int, group: str) -> None:
+    for dtype in DTYPES:
+        sums(rank, size, group, dtype)
+        for bounds in (OVERLAPPING, UNEVEN):
+            gathers(rank, size, group, dtype, bounds)
+            slices(rank, size, group, dtype, bounds)
+            shares(rank, size, group, dtype, bounds)
+
+
+def sums(rank: int, size: int, group: str, dtype: torch.dtype) -> None:
+    x = whole_value(dtype).requires_grad_()
+    entered = collectives.enter(x, group)
+    assert torch.equal(entered, x) and entered.data_ptr() == x.data_ptr()
+    total = collectives.reduce(entered * (rank + 1), group)
+    assert torch.equal(total, x * 6)
+    (total * whole_value(dtype)).sum().backward()
+    assert torch.equal(x.grad, 6 * whole_value(dtype))  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert collectives.enter(x, group).data_ptr() != x.data_ptr()
+
+
+def gathers(rank: int, size: int, group: str, dtype: torch.dtype, bounds: list[int]) -> None:
+    own = indices(bounds, rank, size)
+    piece = (whole_value(dtype)[:, own] + 100 * rank).requires_grad_()  # what is held twice differs: the lowest counts
+    lowest = [min(c for c in range(size) if index in indices(bounds, c, size)) for index in range(7)]
+    found = collectives.gather(piece, group, -1, bounds)
+    assert found.is_contiguous() and torch.equal(found, whole_value(dtype) + 100 * torch.tensor(lowest, dtype=dtype))
+    (found * whole_value(dtype)).sum().backward()
+    counts = torch.tensor([lowest[index] == rank for index in own])
+    assert torch.equal(piece.grad, whole_value(dtype)[:, own] * counts)  # type: ignore[arg-type]
+
+
+def slices(rank: int, size: int, group: str, dtype: torch.dtype, bounds: list[int]) -> None:
+    own = indices(bounds, rank, size)
+    x = whole_value(dtype).requires_grad_()
+    piece = collectives.local_slice(collectives.enter(x, group), group, 1, bounds)
+    assert torch.equal(piece, whole_value(dtype)[:, own])
+    (piece * (rank + 1)).sum().backward()
+    expected = sum(
+        (c + 1) * torch.zeros(7).index_fill_(0, torch.tensor(indices(bounds, c, size), dtype=torch.int64), 1) for c in range(size)
+    )
+    assert torch.equal(x.grad, expected.to(dtype).expand(2, 7))  # type: ignore[arg-type,union-attr]
+
+
+def shares(rank: int, size: int, group: str, dtype: torch.dtype, bounds: list[int]) -> None:
+    own = indices(bounds, rank, size)
+    piece = whole_value(dtype)[:, own].requires_grad_()
+    (collectives.shared(piece, group, 1, bounds) * (rank + 1)).sum().backward()
+    expected = [sum(c + 1 for c in range(size) if index in indices(bounds, c, size)) for index in own]
+    assert torch.equal(piece.grad, torch.tensor(expected, dtype=dtype).expand(2, len(own)))  # type: ignore[arg-type]
+
+
+class Everything(nn.Module):
+    """Every operator once."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12).reshape(4, 3))
+        self.tp = group
+
+    def forward(self, x: Tensor, key: Tensor) -> Tensor:
+        weight = collectives.shared(self.weight, self.tp, 0, [0, 4, 0, 4, 0, 4])
+        x = collectives.dropout(collectives.enter(x, self.tp) @ weight, 0.5, key, 3, 0)
+        x = collectives.enter(collectives.gather(x, self.tp, 1, [0, 3, 3, 6, 6, 9]), self.tp)
+        x = collectives.local_slice(x, self.tp, 1, [0, 4, 4, 6, 6, 9])
+        return collectives.reduce(x.sum(-1), self.tp)
+
+
+def gradients(call: Callable[..., Tensor], weight: Tensor) -> list[Tensor]:
+    x = torch.linspace(0, 1, 20).reshape(5, 4).requires_grad_()
+    weight.grad = None
+    result = call(x, torch.tensor([7, 0, 1]))
+    result.sin().sum().backward()
+    return [result.detach(), x.grad, weight.grad]  # type: ignore[list-item]
+
+
+def traced(rank: int, size: int, group: str) -> None:
+    """torch.compile and torch.export keep the numbers, gradients included; the table of what communicates is true."""
+    module = Everything(group)
+    eager = gradients(module, module.weight)
+    compiled = gradients(torch.compile(module, fullgraph=True, backend="aot_eager"), module.weight)
+    program = torch.export.export(module, (torch.rand(5, 4), torch.tensor([7, 0, 1])), strict=False).module()
+    exported = gradients(program, program.weight)  # type: ignore[arg-type]
+    for a, b, c in zip(eager, compiled, exported, strict=True):
+        assert torch.allclose(a, b) and torch.allclose(a, c)
+    seen = communication(lambda: gradients(module, module.weight))
+    names = ["shared", "dropout", "enter", "gather", "enter", "local_slice", "reduce"]
+    claimed = Counter(kind for name in names for kind in (collectives.COLLECTIVES[name].forward, collectives.COLLECTIVES[name].backward))
+    assert seen == {"gloo:all_reduce": claimed["all_reduce"], "gloo:all_gather": claimed["all_gather"]}, seen
+
+
+def everything(rank: int, size: int, group: str) -> None:
+    forward_and_backward(rank, size, group)
+    traced(rank, size, group)
