@@ -65,20 +65,22 @@ def arrange(stage: Stage, paths: Mapping[str, str], layers: Sequence[str]) -> tu
 
 
 def _homes(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int], paths: Mapping[str, str], layers: Sequence[str]) -> dict[fx.Node, str]:
-    """Every node's layer; a node that a pass added goes where its users are, or where the latest of its inputs comes from."""
-    home = {node: layer_of(paths[node.name], layers) for node in nodes if node.name in paths}
-    unknown = [node for node in nodes if node not in home]
-    inside = set(nodes)
-    for node in reversed(unknown):
-        users = {home[user] for user in node.users if user in home}
-        made_here = any(source in inside for source in node.all_input_nodes)
-        if len(users) == 1 and (not made_here or getattr(node.target, "_opname", "") in _BEFORE_USE):
-            home[node] = users.pop()
-    for node in unknown:
-        if node not in home:
-            sources = [source for source in node.all_input_nodes if source in home]
-            home[node] = home[max(sources, key=place.__getitem__)] if sources else ""
-    return {node: home[node] for node in nodes}
+    """Every node's layer. A node that a pass added goes where the latest of its inputs comes from, or where its users are.
+
+    Where both are layers, what prepares a value goes to its users, anything else stays with its input.
+    """
+    known = {node: layer_of(paths[node.name], layers) for node in nodes if node.name in paths}
+    using = dict(known)
+    for node in reversed(nodes):
+        users = {using[user] for user in node.users if user in using}
+        using.setdefault(node, users.pop() if len(users) == 1 else "")
+    home: dict[fx.Node, str] = {}
+    for node in nodes:
+        sources = [source for source in node.all_input_nodes if source in home]
+        made = home[max(sources, key=place.__getitem__)] if sources else ""
+        first, second = (using[node], made) if getattr(node.target, "_opname", "") in _BEFORE_USE else (made, using[node])
+        home[node] = known.get(node, first or second)
+    return home
 
 
 def _learned(stage: Stage, nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompile.collectives import COLLECTIVES
+from tpcompile import collectives
 from tpcompile.errors import TpcompileError
 from tpcompile.ir import Source, Type
 from tpcompile.layout import Layout, TensorType, whole
@@ -54,8 +54,8 @@ class Scope:
 
 
 def stem(node: fx.Node) -> str:
-    """A node's name without its number, so that equal layers have equal names."""
-    return re.sub(r"(_\d+)+$", "", node.name)
+    """A node's name without numbers, so that equal layers have equal names."""
+    return re.sub(r"_\d+(?=_|$)", "", node.name)
 
 
 def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
@@ -108,8 +108,8 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str], site: str = "") -> s
     if node.op != "call_function":
         raise TpcompileError(f"a node of kind {node.op} cannot be written as Python source", at=node.format_node() or node.name)
     if isinstance(node.target, torch._ops.OpOverload):
-        if node.target.namespace == "tpcompile" and node.target._opname in COLLECTIVES:
-            return _collective(node, args, kwargs, site)
+        if getattr(collectives, node.target._opname, None) is node.target:
+            return _ours(node, args, kwargs, site)
         return _operator(node.target) + _arguments(args, kwargs)
     if node.target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
@@ -119,17 +119,17 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str], site: str = "") -> s
     return _function(node) + _arguments(args, kwargs)
 
 
-def _collective(node: fx.Node, args: list[str], kwargs: dict[str, str], site: str) -> str:
-    name = node.target._opname  # type: ignore[union-attr]
-    if name == "dropout" and len(args) > 3:
-        args[3] = site or args[3]
-    elif name == "dropout":
-        kwargs["site"] = site or kwargs["site"]
-    elif len(args) > 1:
-        args[1] = f"self.{node.args[1]}"
-    else:
-        kwargs["axis"] = f"self.{node.kwargs['axis']}"
-    return f"collectives.{name}{_arguments(args, kwargs)}"
+def _ours(node: fx.Node, args: list[str], kwargs: dict[str, str], site: str) -> str:
+    """A call of one of our operators: its axis is an attribute of the module, and so may be a dropout's site."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for position, name in enumerate(argument.name for argument in schema.arguments):
+        value = node.args[position] if position < len(args) else node.kwargs.get(name)
+        written = f"self.{value}" if name == "axis" else site if name == "site" else ""
+        if written and position < len(args):
+            args[position] = written
+        elif written:
+            kwargs[name] = written
+    return f"collectives.{node.target._opname}{_arguments(args, kwargs)}"  # type: ignore[union-attr]
 
 
 def _operator(target: torch._ops.OpOverload) -> str:

@@ -175,7 +175,9 @@ class _Writer:
             if node is None:
                 lines.append(self._call(part, calls[part], scope, dead))  # type: ignore[index]
                 continue
-            if (where := origin(self.about.program.sources.get(node.name))) and where != said:
+            sources = self.about.program.sources
+            where = origin(sources.get(node.name) or sources.get(self.about.origins.get(node.name, "")))
+            if where and where != said:
                 lines.append(where)
                 said = where
             site = f"self.sites[{drawn}]" if sites and site_of(node) is not None else ""

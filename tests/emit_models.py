@@ -78,11 +78,15 @@ def cut_in_two(program: Program) -> tuple[Stage, dict[str, tuple[int, Sequence[i
         pieces.update({held[s.name]: (int(".down." in held[s.name]), BOUNDS) for s in node.all_input_nodes if s.name in held})
         names = [held.get(source.name, "") for source in node.all_input_nodes]
         if any(".up.weight" in name for name in names):
-            entered = graph.call_function(collectives.enter, (made[node.all_input_nodes[0]], "tp"))
-            column = graph.node_copy(node, lambda s: entered if s is node.all_input_nodes[0] else made[s])
+            x = node.all_input_nodes[0]
+            entered = graph.create_node("call_function", collectives.enter, (made[x], "tp"), name=f"{x.name}_enter")
+            column = graph.node_copy(node, lambda source: entered if source is x else made[source])
             return graph.call_function(torch.ops.aten.view.default, (column, [2, 3, PerRank((3, 2))]))
         if any(".down.weight" in name for name in names):
-            return graph.call_function(collectives.reduce, (graph.node_copy(node, made.__getitem__), "tp"))
+            partial = graph.create_node(
+                "call_function", node.target, *fx.map_arg((node.args, node.kwargs), made.__getitem__), name=f"{node.name}_partial"
+            )
+            return graph.create_node("call_function", collectives.reduce, (partial, "tp"), name=node.name)
         return None
 
     return stage_of(program, copied(program.graph, change)), pieces

@@ -96,7 +96,7 @@ def test_traceback_shows_the_emitted_line() -> None:
     with pytest.raises(TpcompileError) as error:
         emitted(tiny(), 0).module(**batch())
     lines = "".join(traceback.format_exception(error.value))
-    assert "enter_default = collectives.enter(layer_norm, self.tp)" in lines
+    assert "layer_norm_enter = collectives.enter(layer_norm, self.tp)" in lines
 
 
 def test_meta_parameters_stay_there() -> None:
@@ -233,15 +233,16 @@ def test_comments_show_layouts() -> None:
     stage, pieces = emit_models.cut_in_two(program)
     layouts = {
         "linear": Layout.parse("[2, 3, 5@tp{0:3, 3:5}]"),
-        "reduce_default": Layout.parse("[2, 3, 4]"),
-        "linear_1": Layout.parse("[2, 3, 4] +tp"),
+        "linear_1": Layout.parse("[2, 3, 4]"),
+        "linear_1_partial": Layout.parse("[2, 3, 4] +tp"),
     }
-    made = emit([stage], program, model, pieces, Mesh(tp=2), 0, layouts=layouts, origins={"reduce_default": "linear_1"})
-    comments = {
-        line.split(" = ")[0].strip(): line.split("  # ")[-1] for line in made.source.splitlines() if " = " in line and "  # " in line
-    }
-    assert comments["linear"] == "f64[2, 3, 5@tp{0:3, 3:5}]"
-    assert comments["linear_1"] == "f64[2, 3, 4] +tp" and comments["reduce_default"] == "f64[2, 3, 4]"
+    made = emit([stage], program, model, pieces, Mesh(tp=2), 0, layouts=layouts, origins={"linear_1_partial": "linear_1"})
+    for comment in (
+        "del layer_norm_enter  # f64[2, 3, 5@tp{0:3, 3:5}]",
+        "linear_partial = aten.linear.default(relu, self.down.weight); del relu  # f64[2, 3, 4] +tp",
+        "linear_1 = collectives.reduce(linear_partial, self.tp); del linear_partial  # f64[2, 3, 4]\n",
+    ):
+        assert comment in made.source
 
 
 def test_exports() -> None:
