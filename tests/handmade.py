@@ -55,6 +55,7 @@ class Tied(nn.Module):
         self.mix = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype)
         self.head.weight = self.embed.weight
+        self.spare = nn.Linear(2, 2, bias=False, dtype=dtype)  # no graph uses it
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.head(torch.tanh(self.mix(self.embed(input_ids))))
@@ -68,6 +69,8 @@ class First(nn.Module):
         super().__init__()
         self.embed, self.mix = nn.Embedding.from_pretrained(model.embed.weight.detach().clone(), freeze=False), nn.Linear(WIDTH, WIDTH)
         self.mix.weight, self.mix.bias = _copy(model.mix.weight), _copy(model.mix.bias)
+        self.spare = nn.Linear(2, 2, bias=False)
+        self.spare.weight = _copy(model.spare.weight)
 
     def forward(self, *, input_ids: Tensor) -> tuple[Tensor]:
         return (torch.tanh(self.mix(self.embed(input_ids))),)
@@ -89,7 +92,7 @@ class Both(nn.Module):
     def __init__(self, model: Tied) -> None:
         super().__init__()
         first = First(model)
-        self.embed, self.mix = first.embed, first.mix
+        self.embed, self.mix, self.spare = first.embed, first.mix, first.spare
 
     def forward(self, *, input_ids: Tensor, **rest: Tensor) -> tuple[Tensor, ...]:
         (z,) = First.forward(self, input_ids=input_ids)
@@ -97,7 +100,7 @@ class Both(nn.Module):
 
 
 def _copy(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.detach().clone())
+    return nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
 
 
 # ------------------------------------------------------------------------------------------------- graphs
@@ -174,7 +177,7 @@ class Lowered:
         mine = self.stages[place]
         pieces = {name: Piece() for name, _ in module.named_parameters()}
         module = module if model.embed.weight.is_meta else module.to(device)
-        return RankProgram(self.mesh, rank, (mine,), (module,), (mine.graph,), ("",), pieces, ())
+        return RankProgram(self.mesh, rank, (mine,), (module,), (mine.graph,), ("",), pieces, ("spare.weight",))
 
 
 def lower(model: Tied, mesh: Mesh, batch: Mapping[str, Any], options: Any, *, static: bool = False, random: bool = False) -> Lowered:

@@ -11,11 +11,14 @@ from typing import Any
 import handmade
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tpcompile.mesh import Mesh
 from tpcompile.runtime.compiled import Compiled
-from tpcompile.runtime.data_parallel import local
+from tpcompile.runtime.data_parallel import distribute, local
+from tpcompile.runtime.groups import connect
+from tpcompile.runtime.stage import StageRoot
 
 Grads = dict[str, Tensor]
 
@@ -61,6 +64,50 @@ def several_steps(case: Case) -> tuple[float, Grads]:
     compiled = make(case, handmade.batch())
     losses = [compiled.train_step(**handmade.batch(length=length)).item() for length in (5, 7, 5)]
     return sum(losses), gradients(compiled)
+
+
+def frozen(case: Case) -> tuple[float, Grads]:
+    """A parameter that is not trained."""
+    model = handmade.Tied()
+    model.mix.bias.requires_grad_(False)
+    compiled = make(case, handmade.batch(), model)
+    loss = compiled.train_step(**handmade.batch())
+    return loss.item(), gradients(compiled)
+
+
+def own_loss() -> list[Tensor]:
+    """A loss of the user's own, from an output that the model's loss does not reach."""
+    groups = connect(Mesh(dp=2), None, "")
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return (self.used * x).sum(), self.other * x
+
+    root = StageRoot(Two(), {})
+    engine = distribute(root, groups, frozenset({"used"}))
+    for _ in range(2):
+        loss, other = engine(torch.tensor([1.0, 3.0]) * (1 + dist.get_rank()))
+        (loss + 2 * other.sum()).backward()
+    engine(torch.ones(2))[0].backward()
+    return [p.grad for _, p in root.named_own_parameters() if p.grad is not None]
+
+
+def order(case: Case) -> str:
+    """The order in which a stage ran its micro-batches."""
+    compiled = make(case, handmade.batch())
+    events: list[str] = []
+
+    def note(kind: str) -> None:
+        events.append(f"{kind}{sum(event[0] == kind for event in events)}")
+
+    compiled.module.register_forward_hook(lambda *_: note("F"))
+    next(iter(compiled.parameters())).register_hook(lambda _: note("B"))
+    compiled.train_step(**handmade.batch())
+    return " ".join(events)
 
 
 def training(case: Case) -> tuple[list[float], dict[str, Tensor]]:

@@ -69,7 +69,8 @@ def test_rows_that_do_not_divide(rows: int, division: Division, into: str, fix: 
     with pytest.raises(InputError) as error:
         batches.check_rows(rows, division, "compiled.train_step(input_ids=[10, 128])")
     assert str(error.value) == (
-        f"a batch of {rows} rows cannot be divided into {into}\n  at   compiled.train_step(input_ids=[10, 128])\n  from {error.value.source}\n  fix  use {fix}"
+        f"a batch of {rows} rows cannot be divided into {into}\n"
+        f"  at   compiled.train_step(input_ids=[10, 128])\n  from {error.value.source}\n  fix  use {fix}"
     )
 
 

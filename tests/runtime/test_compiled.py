@@ -25,6 +25,15 @@ def one(example: Any = None, model: nn.Module | None = None, **settings: Any) ->
     return handmade.compiled(model or handmade.Tied(), "tp=1", example, **settings)
 
 
+def same_gradients(compiled: Compiled, model: nn.Module) -> None:
+    for name, p in compiled.named_parameters():
+        expected = model.get_parameter(name).grad
+        if expected is None:
+            assert p.grad is None
+        else:
+            assert torch.allclose(p.grad, expected, rtol=0, atol=1e-12), name
+
+
 def test_a_step_on_one_device() -> None:
     compiled, model = one(microbatches=4), handmade.Tied()
     loss = compiled.train_step(**handmade.batch())
@@ -32,8 +41,7 @@ def test_a_step_on_one_device() -> None:
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12) and not loss.requires_grad
     assert {name for name, _ in compiled.named_parameters()} == {name for name, _ in model.named_parameters()}
-    for name, p in compiled.named_parameters():
-        assert torch.allclose(p.grad, model.get_parameter(name).grad, rtol=0, atol=1e-12)
+    same_gradients(compiled, model)
     assert all(p.grad is None for p in compiled.model.parameters())
 
 
@@ -43,8 +51,7 @@ def test_call_on_one_device() -> None:
     assert list(output) == ["loss", "logits"] and torch.equal(output["logits"], expected["logits"])
     output["loss"].backward()
     expected["loss"].backward()
-    for name, p in compiled.named_parameters():
-        assert torch.allclose(p.grad, model.get_parameter(name).grad, rtol=0, atol=1e-12)
+    same_gradients(compiled, model)
     assert torch.equal(compiled(handmade.batch()["input_ids"])["logits"], expected["logits"])  # positional, and no labels: captured anew
 
 

@@ -9,6 +9,7 @@ import torch
 from runtime_workers import Case
 
 from tpcompile.errors import InputError
+from tpcompile.runtime import schedule
 from tpcompile.runtime.launch import launch
 from tpcompile.runtime.schedule import check_schedule
 
@@ -55,6 +56,29 @@ def test_gradients_of_every_stage(case: Case) -> None:
 @pytest.mark.parametrize("case", [Case("dp=2"), Case("pp=2"), Case("dp=2,pp=2"), Case("dp=2,pp=2", "gpipe")], ids=str)
 def test_steps_add_up(case: Case) -> None:
     check(launch(workers.several_steps, case.mesh, case), *reference(*(handmade.batch(length=length) for length in (5, 7, 5))))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
+def test_parameters_that_are_not_trained(mesh: str) -> None:
+    loss, grads = reference(handmade.batch())
+    del grads["mix.bias"]
+    check(launch(workers.frozen, mesh, Case(mesh)), loss, grads)
+
+
+@pytest.mark.processes
+def test_a_loss_of_the_users_own() -> None:
+    expected = torch.tensor([1.5, 4.5])
+    for used, other in launch(workers.own_loss, "dp=2"):
+        assert torch.equal(used, 2 * expected + 1) and torch.equal(other, 4 * expected)
+
+
+@pytest.mark.processes
+def test_the_drawing_of_the_schedules() -> None:
+    """The one in the docstring of tpcompile.runtime.schedule."""
+    drawn = [line.split()[2:] for line in (schedule.__doc__ or "").split("\n") if line.strip().startswith("stage")]
+    ran = [launch(workers.order, "pp=2", Case("pp=2", name, microbatches=4)) for name in ("1f1b", "gpipe")]
+    assert [" ".join(line) for line in drawn] == [f"{ran[0][stage]} {ran[1][stage]}" for stage in range(2)]
 
 
 @pytest.mark.processes

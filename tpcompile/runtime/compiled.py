@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from tpcompile.runtime.schedule import check_schedule
 def compile(
     model: nn.Module,
     mesh: Mesh | DeviceMesh | str,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
     *,
     loss: Callable[..., Tensor] | None = None,
     microbatches: int | None = None,
@@ -57,8 +58,11 @@ def compile(
     if example_inputs is None:
         example_inputs = getattr(model, "dummy_inputs", None)
     if example_inputs is not None:
-        given = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), example_inputs)
-        compiled._capture(batches.bind(model.forward, *given))
+        if isinstance(example_inputs, Tensor):
+            example_inputs = (example_inputs,)
+        positional = example_inputs if isinstance(example_inputs, tuple) else ()
+        named = example_inputs if isinstance(example_inputs, Mapping) else {}
+        compiled._capture(batches.bind(model.forward, positional, named))
     return compiled
 
 
@@ -200,7 +204,7 @@ class Compiled:
         loss = f"{self.options.loss.__module__}.{self.options.loss.__qualname__}" if self.options.loss else None
         shown = {name: value for name, value in vars(self.options).items() if name != "loss"}
         return {
-            "versions": f"torch {torch.__version__}",
+            "versions": f"torch {torch.__version__}, tpcompile {_version()}",
             "mesh": str(self.mesh),
             "options": f"{shown} loss={loss}",
             "parameter shapes": fingerprint.shapes(self.model),
@@ -289,6 +293,13 @@ def _check_values(module: nn.Module, call: str) -> None:
                 source=caller(),
                 fix="initialise the model (model.to_empty(device=...), then its weights) before it is compiled",
             )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("tpcompile")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _texts(compilation: Compilation) -> dict[str, str]:

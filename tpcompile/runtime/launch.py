@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +65,22 @@ def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, de
             shutdown_timeout=5,
         )
         try:
-            results = elastic_launch(config, _worker)(call, device, logs)
+            with _quiet(logging.getLogger("torch.distributed.elastic.multiprocessing.api")):
+                results = elastic_launch(config, _worker)(call, device, logs)
         except ChildFailedError as error:
             raise _cause(error, Path(logs)) from None
     return [pickle.loads(results[rank]) for rank in range(ranks)]
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Leave out the launcher's account of a failure: ProcessError tells it better."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
