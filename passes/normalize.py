@@ -31,7 +31,7 @@ def normalize(program: Program) -> Program:
     draft = Draft(program)
     for rewrite in (drop_identities, split_evenly, join_slices, name_repeats):
         for node in list(draft.graph.nodes):
-            if node.op == "call_function":
+            if node.op == "call_function" and node not in draft.erased:
                 rewrite(draft, node)
         draft.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     return draft.freeze(random=key_dropout(draft))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import fx
-
 from tpcompile.ir import Plan, Program, Sharded, TensorType
-from tpcompile.layout import Layout, whole
+from tpcompile.layout import Layout, same, whole
 from tpcompile.rules import op_name, wants_of
 
 
@@ -44,17 +40,11 @@ def differentiable(program: Program) -> frozenset[str]:
 
 
 def entering(sharded: Sharded, flowing: frozenset[str]) -> frozenset[str]:
-    """Whole values that a cut operation uses: each rank sees a part of their gradient only."""
+    """Values that a cut operation uses whole: each rank sees a part of their gradient only."""
     found: set[str] = set()
     for node in sharded.program.graph.nodes:
-        for operand, want in cut_uses(sharded, node):
+        for operand, want in wants_of(node, sharded.program.types, sharded.layouts, sharded.rows):
             have = sharded.layouts[operand.name]
-            if operand.name in flowing and isinstance(have, Layout) and not have.is_cut and want is not None:
+            if operand.name in flowing and isinstance(have, Layout) and not (have.is_cut and same(have, want)):
                 found.add(operand.name)
     return frozenset(found)
-
-
-def cut_uses(sharded: Sharded, node: fx.Node) -> list[tuple[fx.Node, Layout]]:
-    """The operands of an operation that works on pieces, with the layouts that it needs; empty for one that works on whole values."""
-    wants: Mapping[fx.Node, Layout] | None = wants_of(node, sharded.program.types, sharded.layouts, sharded.rows)
-    return list(wants.items()) if wants else []

@@ -210,6 +210,7 @@ class Draft:
         self.program = program
         self.graph, self.nodes = copy_graph(program.graph)
         self.types, self.sources = dict(program.types), dict(program.sources)
+        self.erased: set[fx.Node] = set()
 
     def call(self, target: Any, *args: Any, type: Type, like: fx.Node, **kwargs: Any) -> fx.Node:
         """A new call at the graph's insertion point, with the source line of `like`."""
@@ -226,6 +227,7 @@ class Draft:
 
     def erase(self, node: fx.Node) -> None:
         self.graph.erase_node(node)
+        self.erased.add(node)
         self.types.pop(node.name, None)
         self.sources.pop(node.name, None)
 

@@ -403,6 +403,22 @@ def rule_text(op: Op) -> str:
     return rule if isinstance(rule, str) else rule(op)
 
 
+ADDENDS: Mapping[str, str] = {
+    "aten.addmm.default": "self",
+    "aten.baddbmm.default": "self",
+    "aten.conv1d.default": "bias",
+    "aten.conv2d.default": "bias",
+    "aten.linear.default": "bias",
+}
+"""The argument that a contraction adds to its product."""
+
+
+def addend(node: fx.Node) -> fx.Node | None:
+    """What a contraction adds to its product, if anything."""
+    value = argument(node, ADDENDS[op_name(node)]) if op_name(node) in ADDENDS else None
+    return value if isinstance(value, fx.Node) else None
+
+
 def is_pointwise(op: Op) -> bool:
     target = op.node.target
     tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
@@ -528,9 +544,11 @@ def _unsplit(op: Op, outs: Sequence[Layout | None]) -> Layout:
     return Layout(tuple(dims))
 
 
-def forward(op: Op, ins: Sequence[Layout]) -> list[Layout]:
+def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> list[Layout]:
     """The outputs' layouts, given the operands'. The other direction of `backward`, and the law that `verify` holds programs to.
 
+    Which of the query heads that share a key/value head a rank has, its operands do not tell where all of them are key/value heads:
+    there the `declared` outputs say it, and only have to need just these key/value heads.
     Raises LayoutError when the operands do not fit each other or when a partial sum meets an operation that is not linear in it.
     """
     if op.name in RESHAPES:
@@ -547,6 +565,10 @@ def forward(op: Op, ins: Sequence[Layout]) -> list[Layout]:
                 _allow(op, bound, token.letter)
             if size == bound.sizes[token.letter]:
                 dims[token.letter] = join(dims[token.letter], dim) if token.letter in dims else dim
+    for tokens, layout in zip(bound.outs, declared, strict=False):
+        for token, dim in zip(tokens, layout.dims, strict=True):
+            if any(Token(token.letter, shared=True) in tokens for tokens in bound.ins):
+                dims.setdefault(token.letter, dim)
     _check_shared(bound, op, ins, dims)
     partial = _partial(op, bound, ins, dims)
     return [
@@ -584,13 +606,16 @@ def wants_of(
     layouts: Mapping[str, Layout | tuple[Layout, ...]],
     rows: Mapping[str, tuple[Layout, ...]],
 ) -> list[tuple[fx.Node, Layout]]:
-    """The layouts that a call which works on pieces needs of its tensor operands, in order; empty for one that works on whole values."""
+    """The layouts that a call which works on pieces needs of its tensor operands, in order; empty for one that works on whole values.
+
+    What a row-cut linear adds to its product (a bias) is not among them: it is added once, after the reduction, hence whole.
+    """
     if node.op != "call_function" or node.name not in layouts or op_name(node) == "getitem":
         return []
     out = layouts[node.name]
     outs = out if isinstance(out, tuple) else (out,)
     if node.name in rows:
-        return list(zip(view_op(node, types).operands, rows[node.name], strict=True))
+        return [(n, want) for n, want in zip(view_op(node, types).operands, rows[node.name], strict=True) if n is not addend(node)]
     if not any(layout.is_cut for layout in outs):
         return []
     op = view_op(node, types)

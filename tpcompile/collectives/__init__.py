@@ -20,10 +20,10 @@ The gradients assume that every coordinate runs the same loss from the same whol
 Before `bind`, an axis is spelled "tp:1/4": coordinate 1 of 4 without a group. That is enough to trace; running needs a group,
 unless the axis has one rank: then every operator is the identity, or a plain slice, and nothing communicates.
 
-`enter` and `shared` are identities. An operator must not return its input, and Inductor relies on that, but a copy of every activation
-would cost memory and time. So their autograd kernel, which Inductor's code never reaches with gradients on, returns a view in eager
-training, and everyone else (tracing, compiled code, no_grad) gets a copy. An operator marked as a view is not an
-option: functionalization refuses custom ones. Neither is a bare autograd.Function: export would lose its backward.
+`enter` and `shared` are identities. An operator must not return its input, and Inductor relies on that; but a copy of every value
+that enters a region would cost memory and time. So these two have an autograd kernel of their own: run eagerly, it returns a view; while
+something traces, it makes a clone, which is all that Inductor then sees of them, and which it removes. An operator marked as a view is
+not an option, since functionalization refuses custom ones; nor is a bare autograd.Function, since export would lose its backward.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from tpcompile.collectives.groups import bind, check_bound, place, unbound
+from tpcompile.collectives.heads import pick
 from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
 
@@ -93,43 +94,38 @@ _reduce.register_autograd(lambda ctx, grad: (grad, None))
 _library: Any = torch.library.Library("tpcompile", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
+def _same(x: Tensor) -> Tensor:
+    """A view of a tensor; a clone of one that is being traced."""
+    plain = type(x) in (Tensor, nn.Parameter) and not torch._is_functional_tensor(x) and not torch._C._len_torch_dispatch_stack()
+    return x.view_as(x) if plain else x.clone()
+
+
 class _Identity(torch.autograd.Function):
-    """An identity whose gradient is `backward(grad, *rest)`; `rest` starts with the axis."""
+    """An identity whose gradient is `backward(grad, *rest)`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, backward: Any, below: Any, rest: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, backward: Any, rest: tuple[Any, ...]) -> Tensor:
         ctx.to_input, ctx.rest = backward, rest
-        plain = type(x) in (Tensor, nn.Parameter) and not torch._is_functional_tensor(x) and not torch._C._len_torch_dispatch_stack()
-        if not plain:
-            return below()  # type: ignore[no-any-return]
-        check_bound(rest[0])
-        return x.view_as(x)
+        return _same(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.to_input(grad, *ctx.rest), None, None, None
+        return ctx.to_input(grad, *ctx.rest), None, None
 
 
 def _define_identity(name: str, arguments: str, backward: Callable[..., Tensor]) -> None:
-    """An operator that returns its first argument's values: a view in eager training, else a copy."""
-    _library.define(f"{name}(Tensor x, str axis{arguments}) -> Tensor")
+    """An operator that returns its first argument's values."""
 
-    def copy(x: Tensor, axis: str, *rest: Any) -> Tensor:
-        check_bound(axis)
-        return x.clone()
-
-    def with_gradient(keys: Any, x: Tensor, *rest: Any) -> Any:
-        def below() -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                operator = getattr(torch.ops.tpcompile, name).default
-                return operator.redispatch(keys & torch._C._after_autograd_keyset, x, *rest)
-
+    def identity(x: Tensor, axis: str, *rest: Any) -> Tensor:
+        if type(x) in (Tensor, nn.Parameter):
+            check_bound(axis)
         if torch.is_grad_enabled() and x.requires_grad:
-            return _Identity.apply(x, backward, below, rest)  # type: ignore[no-untyped-call]
-        return below()
+            return _Identity.apply(x, backward, (axis, *rest))  # type: ignore[no-any-return,no-untyped-call]
+        return _same(x)
 
-    _library.impl(name, copy, "CompositeExplicitAutograd")
-    _library.impl(name, with_gradient, "Autograd", with_keyset=True)
+    _library.define(f"{name}(Tensor x, str axis{arguments}) -> Tensor")
+    _library.impl(name, identity, "Autograd")
+    _library.impl(name, lambda x, axis, *rest: x.clone(), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tpcompile::{name}", lambda x, *rest: x.clone(), lib=_library)
 
 
@@ -163,14 +159,16 @@ def _gather(x: Tensor, axis: str, dim: int, bounds: Sequence[int]) -> Tensor:
     check_bound(axis)
     size = place(axis)[1]
     longest = max(length(held_by(bounds, c, size)) for c in range(size))
-    rows = x.movedim(dim, 0)
-    padded = rows.new_zeros([longest, *rows.shape[1:]])
-    padded[: rows.shape[0]] = rows
-    if size > 1 and padded.numel():
+    rows = x.movedim(dim, 0).contiguous()
+    if rows.shape[0] < longest:
+        rows = torch.cat([rows, rows.new_zeros([longest - rows.shape[0], *rows.shape[1:]])])
+    if size > 1 and rows.numel():
         functional = torch.ops._c10d_functional
-        padded = functional.wait_tensor.default(functional.all_gather_into_tensor.default(padded, size, axis))
-    parts = [padded.narrow(0, holder * longest + at, stop - start) for start, stop, holder, at in holders(bounds, size)]
-    return torch.cat(parts or [padded]).movedim(0, dim).contiguous()
+        rows = functional.wait_tensor.default(functional.all_gather_into_tensor.default(rows, size, axis))
+    runs = [(holder * longest + at, stop - start) for start, stop, holder, at in holders(bounds, size)]
+    if size == 1 or any(at + count != after for (at, count), (after, _) in zip(runs, [*runs[1:], (rows.shape[0], 0)], strict=True)):
+        rows = torch.cat([rows.narrow(0, at, count) for at, count in runs])
+    return rows.movedim(0, dim).contiguous()
 
 
 @_gather.register_fake

@@ -1,0 +1,274 @@
+"""rewrite: from the global graph and its layouts to the graph that one rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompile.collectives import ops
+from tpcompile.ir import Local, PerRank, Sharded
+from tpcompile.layout import Cut, Dim, Layout, bounds, cut_factors, local_size, pieces, same, size_of, whole
+from tpcompile.rules import ADDENDS, Op, addend, argument, op_name, view_op, wants_of
+
+
+def rewrite(sharded: Sharded) -> Local:
+    """Make every operation local to one rank and insert the collectives it needs.
+
+    before  %y = linear(%x, %w, %b) : f32[8, 64] +tp
+    after   %y_partial = linear(%x, %w) : f32[8, 64] +tp
+            %y_sum = reduce(%y_partial, tp) : f32[8, 64]
+            %y = add(%y_sum, %b) : f32[8, 64]
+    """
+    writer = _Writer(sharded)
+    for node in sharded.program.graph.nodes:
+        writer.write(node)
+    writer.graph.lint()
+    return Local(sharded.program, sharded.plan, sharded.axis, sharded.parts, writer.graph, writer.layouts, writer.origins)
+
+
+class _Writer:
+    """The local graph as it grows. `values` maps a global node to its local one; conversions are made once per value and layer."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self.sharded, self.program = sharded, sharded.program
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.layouts: dict[str, Layout | tuple[Layout, ...]] = {}
+        self.origins: dict[str, str] = {}
+        self.converted: dict[tuple[str, str, str], fx.Node] = {}
+
+    # --- nodes
+
+    def write(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self.graph.output(fx.map_arg(node.args[0], lambda n: self.whole_value(n, node)))
+            return
+        wants = dict(wants_of(node, self.program.types, self.sharded.layouts, self.sharded.rows))
+
+        def take(operand: fx.Node) -> fx.Node:
+            if operand in wants:
+                return self.piece(operand, wants[operand], node)
+            return self.values[operand] if op_name(node) == "getitem" else self.whole_value(operand, node)
+
+        args, kwargs = fx.map_arg(node.args, take), fx.map_arg(node.kwargs, take)
+        if node.name in self.sharded.rows:
+            self.write_row(node, args, kwargs)
+            return
+        target = node.target
+        if wants:
+            target, args, kwargs = localize(view_op(node, self.program.types), self, wants, args, kwargs)
+        self.values[node] = self.add(node.op, target, args, kwargs, node.name, self.sharded.layouts.get(node.name), node.name)
+
+    def write_row(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A contraction over a cut factor: a partial sum, reduced; what is added to it (a bias) comes after, once."""
+        reduced = self.sharded.layouts[node.name]
+        assert isinstance(reduced, Layout)
+        partial = Layout(reduced.dims, (self.sharded.axis,))
+        target, args, kwargs, addend = split_addend(node, args, kwargs)
+        name, origin = node.name, "" if addend is not None else node.name
+        made = self.add("call_function", target, args, kwargs, f"{name}_partial", partial, origin)
+        made = self.add("call_function", ops.reduce.default, (made, self.sharded.axis), {}, f"{name}_sum" if addend is not None else name, reduced, origin)
+        if addend is not None:
+            made = self.add("call_function", torch.ops.aten.add.Tensor, (made, addend), {}, name, reduced, name)
+        self.values[node] = made
+
+    def add(
+        self, op: str, target: Any, args: Any, kwargs: Any, name: str, layout: Layout | tuple[Layout, ...] | None, origin: str = ""
+    ) -> fx.Node:
+        node = self.graph.create_node(op, target, args, kwargs, name)
+        if layout is not None:
+            self.layouts[node.name] = layout
+        if origin:
+            self.origins[node.name] = origin
+        return node
+
+    # --- values in the layouts that their uses need
+
+    def whole_value(self, value: fx.Node, user: fx.Node) -> fx.Node:
+        """A value entire, for an operation that works on whole values."""
+        have = self.sharded.layouts.get(value.name)
+        if isinstance(have, Layout) and have.is_cut:
+            return self.gathered(value, have)
+        return self.values[value]
+
+    def piece(self, value: fx.Node, want: Layout, user: fx.Node) -> fx.Node:
+        """A value in the layout that an operation on pieces needs. Its gradient there is a partial sum, unless it is cut."""
+        have = self.sharded.layouts[value.name]
+        assert isinstance(have, Layout)
+        if have.is_cut and same(have, want):
+            return self.owned(value, have)
+        node = self.gathered(value, have) if have.is_cut else self.values[value]
+        if value.name in self.sharded.entering:
+            node = self.once("enter", value, user, "", lambda: self.collective("enter", node, f"{value.name}_enter", have=_uncut(have), origin=value.name))
+        for dim, places in enumerate(want.dims):
+            if cut_factors(places):
+                node = self.once("slice", value, user, f"{dim}{places}", lambda n=node, d=dim, p=places: self.sliced(n, value, d, p, want))  # type: ignore[misc]
+        return node
+
+    def owned(self, value: fx.Node, have: Layout) -> fx.Node:
+        """A cut value; a parameter of which several ranks hold the same piece sums its gradient over them."""
+        if value.op != "placeholder" or not any(isinstance(f.cut, Cut) and f.cut.overlaps for dim in have.dims for f in cut_factors(dim)):
+            return self.values[value]
+        dim, places = next((d, p) for d, p in enumerate(have.dims) if cut_factors(p))
+        return self.once(
+            "shared", value, None, "", lambda: self.collective("shared", self.values[value], f"{value.name}_shared", dim, places, have=have, origin=value.name)
+        )
+
+    def gathered(self, value: fx.Node, have: Layout) -> fx.Node:
+        dim, places = next((d, p) for d, p in enumerate(have.dims) if cut_factors(p))
+        return self.once(
+            "gather", value, None, "", lambda: self.collective("gather", self.values[value], f"{value.name}_gather", dim, places, have=_uncut(have), origin=value.name)
+        )
+
+    def sliced(self, node: fx.Node, value: fx.Node, dim: int, places: Dim, want: Layout) -> fx.Node:
+        return self.collective("local_slice", node, f"{value.name}_slice", dim, places, have=want, origin=value.name)
+
+    def collective(self, kind: str, node: fx.Node, name: str, dim: int = 0, places: Dim = (), *, have: Layout, origin: str) -> fx.Node:
+        where = (dim, bounds(places, self.sharded.parts)) if places else ()
+        return self.add("call_function", getattr(ops, kind).default, (node, self.sharded.axis, *where), {}, name, have, origin)
+
+    def once(self, kind: str, value: fx.Node, user: fx.Node | None, detail: str, make: Callable[[], fx.Node]) -> fx.Node:
+        """One conversion serves all uses of a value; of a parameter, all uses in one layer, so that layers stay apart."""
+        layer = self.layer(user) if user is not None and value.op == "placeholder" else ""
+        key = (f"{kind}{detail}", value.name, layer)
+        if key not in self.converted:
+            self.converted[key] = make()
+        return self.converted[key]
+
+    def layer(self, node: fx.Node) -> str:
+        source = self.program.sources.get(node.name)
+        path = f"{source.path}." if source else ""
+        return next((layer for layer in self.program.layers if path.startswith(f"{layer}.")), "")
+
+    def number(self, of: Callable[[int], Any]) -> Any:
+        """A number for every coordinate: itself where all agree."""
+        values = tuple(of(coordinate) for coordinate in range(self.sharded.parts))
+        return values[0] if all(value == values[0] for value in values) else PerRank(values)
+
+
+def _uncut(layout: Layout) -> Layout:
+    return whole(*(size_of(dim) for dim in layout.dims))
+
+
+def split_addend(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
+    """A contraction without what it adds (a bias), and that; None when it adds nothing."""
+    added = addend(node)
+    if added is None:
+        return node.target, args, kwargs, None
+    names = [declared.name for declared in node.target._schema.arguments]  # type: ignore[union-attr]
+    position = names.index(ADDENDS[op_name(node)])
+    local = args[position] if position < len(args) else kwargs[names[position]]
+    match op_name(node):
+        case "aten.addmm.default":
+            return torch.ops.aten.mm.default, args[1:3], {}, local
+        case "aten.baddbmm.default":
+            return torch.ops.aten.bmm.default, args[1:3], {}, local
+    kept = {name: value for name, value in kwargs.items() if name != names[position]}
+    return node.target, (*args[:position], *((None, *args[position + 1 :]) if len(args) > position + 1 else ())), kept, local
+
+
+# --- arguments that are sizes ----------------------------------------------------------------------------------------
+
+SHAPE_ARGUMENT: Mapping[str, str] = {
+    "aten._unsafe_view.default": "size",
+    "aten.expand.default": "size",
+    "aten.reshape.default": "shape",
+    "aten.view.default": "size",
+}
+
+
+def localize(op: Op, writer: _Writer, wants: Mapping[fx.Node, Layout], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The call with its sizes, offsets and repeats as this rank has them."""
+    layout = writer.sharded.layouts[op.node.name]
+    if isinstance(layout, tuple):
+        if op.name == "aten.split_with_sizes.default":
+            dim = op.dims("dim")[0]
+            return op.node.target, *_set(op, args, kwargs, "split_sizes", [writer.number(lambda c, p=p: local_size(p.dims[dim], c)) for p in layout])  # type: ignore[misc]
+        return op.node.target, args, kwargs
+    if op.name in SHAPE_ARGUMENT:
+        given = list(argument(op.node, SHAPE_ARGUMENT[op.name]))
+        shape = [_local_dim(writer, size, dim) for size, dim in zip(_own(given, args, op), layout.dims, strict=True)]
+        return op.node.target, *_set(op, args, kwargs, SHAPE_ARGUMENT[op.name], shape)
+    match op.name:
+        case "aten.unflatten.int":
+            dim, count = op.dims("dim")[0], len(argument(op.node, "sizes"))
+            sizes = [_local_dim(writer, size, places) for size, places in zip(_own(list(argument(op.node, "sizes")), args, op), layout.dims[dim : dim + count], strict=True)]
+            return op.node.target, *_set(op, args, kwargs, "sizes", sizes)
+        case "aten.repeat_interleave.self_int":
+            return _repeat(op, writer, wants[op.operands[0]], layout, args, kwargs)
+        case "aten.scaled_dot_product_attention.default":
+            return _attend(op, writer, wants, args, kwargs)
+        case "tpcompile.dropout.default":
+            return op.node.target, (*args[:4], writer.number(lambda coordinate: 1 + coordinate)), kwargs
+        case "aten.conv1d.default" | "aten.conv2d.default" if argument(op.node, "groups") != 1:
+            return op.node.target, *_set(op, args, kwargs, "groups", writer.number(lambda c: local_size(layout.dims[1], c)))
+    return op.node.target, args, kwargs
+
+
+def _own(given: list[Any], args: tuple[Any, ...], op: Op) -> list[Any]:
+    """A list argument as it stands in the local call, where symbolic sizes are local nodes already."""
+    mapped = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) == len(given)]
+    return list(mapped[0]) if mapped else given
+
+
+def _local_dim(writer: _Writer, size: Any, dim: Dim) -> Any:
+    if not cut_factors(dim) or size == -1 and not isinstance(local_size(dim, 0), int):
+        return size
+    held = writer.number(lambda coordinate: local_size(dim, coordinate))
+    return held if isinstance(held, (int, PerRank)) else -1
+
+
+def _set(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with one of them, by its schema's name, replaced."""
+    names = [declared.name for declared in op.node.target._schema.arguments]  # type: ignore[union-attr]
+    position = names.index(name)
+    if position < len(args):
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
+def _picks(heads: Dim, groups: Dim, parts: int) -> tuple[int, list[list[int]]]:
+    """For each coordinate, which of its key/value heads each of its query heads uses; and how many share one."""
+    step = int(size_of(heads)) // int(size_of(groups))
+    picks: list[list[int]] = []
+    for coordinate in range(parts):
+        held = [index for start, stop in pieces(groups, coordinate) for index in range(start, stop)]
+        needed = [index // step for start, stop in pieces(heads, coordinate) for index in range(start, stop)]
+        picks.append([held.index(group) for group in needed])
+    return step, picks
+
+
+def _regular(picks: list[int]) -> int | None:
+    """How often each key/value head is repeated in a row; None where they differ."""
+    counts = {picks.count(group) for group in set(picks)}
+    return counts.pop() if len(counts) == 1 and picks == sorted(picks) else (0 if not picks else None)
+
+
+def _repeat(op: Op, writer: _Writer, source: Layout, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    dim = op.dims("dim")[0]
+    if not cut_factors(layout.dims[dim]):
+        return op.node.target, args, kwargs
+    _, picks = _picks(layout.dims[dim], source.dims[dim], writer.sharded.parts)
+    times = [_regular(pick) for pick in picks]
+    if None in times:
+        return ops.pick.default, (args[0], dim, writer.number(lambda c: picks[c])), {}
+    return op.node.target, *_set(op, args, kwargs, "repeats", writer.number(lambda c: times[c]))
+
+
+def _attend(op: Op, writer: _Writer, wants: Mapping[fx.Node, Layout], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Attention that shares key/value heads itself; where a rank's heads do not share evenly, they are picked before."""
+    head = op.rank(0) - 3
+    query, key = wants[op.operands[0]], wants[op.operands[1]]
+    if head < 0 or not argument(op.node, "enable_gqa") or op.ins[0].shape[head] == op.ins[1].shape[head] or not cut_factors(query.dims[head]):
+        return op.node.target, args, kwargs
+    _, picks = _picks(query.dims[head], key.dims[head], writer.sharded.parts)
+    if all(_regular(pick) is not None for pick in picks):
+        return op.node.target, args, kwargs
+    chosen = writer.number(lambda c: picks[c])
+    picked = [
+        writer.add("call_function", ops.pick.default, (args[i], head, chosen), {}, f"{op.operands[i].name}_pick", None) for i in (1, 2)
+    ]
+    return op.node.target, (args[0], *picked, *args[3:]), kwargs

@@ -1,0 +1,132 @@
+"""Run one graph for every rank of the tensor axis at once, in one process and one autograd graph.
+
+Every node holds a list of values, one per coordinate. Collectives are joint functions of all of them, with the gradients that the real
+operators have; so a missing or a doubled reduction gives the wrong numbers that it would give on as many devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tpcompile.collectives import held_by, holders, overlap, spread, take
+from tpcompile.ir import PerRank
+from tpcompile.rules import op_name
+
+Values = list[Any]
+"""A value on every coordinate of the tensor axis."""
+
+
+def run(graph: fx.Graph, feed: Mapping[str, Values], parts: int, *, axis: str = "tp", device: torch.device | None = None) -> dict[str, Values]:
+    """Every node's values, by name; the graph's output stands under "output". `feed` gives the placeholders'."""
+    values: dict[fx.Node, Values] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = feed[node.name]
+        elif node.op == "output":
+            values[node] = [fx.map_arg(node.args[0], lambda n, c=c: values[n][c]) for c in range(parts)]
+        elif (joint := JOINT.get(op_name(node))) is not None and node.args[1] == axis:
+            values[node] = list(joint(values[node.args[0]], *node.args[2:]))  # type: ignore[index]
+        else:
+            values[node] = [_call(node, values, c, device) for c in range(parts)]
+    return {node.name: value for node, value in values.items()}
+
+
+def _call(node: fx.Node, values: Mapping[fx.Node, Values], coordinate: int, device: torch.device | None) -> Any:
+    def local(argument: Any) -> Any:
+        match argument:
+            case fx.Node():
+                return values[argument][coordinate]
+            case PerRank(numbers):
+                return numbers[coordinate]
+            case list() | tuple():
+                return type(argument)(local(item) for item in argument) if type(argument) in (list, tuple) else [local(item) for item in argument]
+            case slice():
+                return slice(local(argument.start), local(argument.stop), local(argument.step))
+            case torch.device() if device is not None:
+                return device
+        return argument
+
+    args = [local(argument) for argument in node.args]
+    kwargs = {name: local(argument) for name, argument in node.kwargs.items()}
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+class _Joint(torch.autograd.Function):
+    """A function of the values on all coordinates, with a given gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, work: Callable[..., Sequence[Tensor]], back: Callable[..., Sequence[Tensor]], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(work(*values))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.back(*grads)
+
+
+def _joint(work: Callable[..., Sequence[Tensor]], back: Callable[..., Sequence[Tensor]], values: Values) -> Sequence[Tensor]:
+    return _Joint.apply(work, back, *values)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _copies(*values: Tensor) -> list[Tensor]:
+    return [value.clone() for value in values]
+
+
+def _sums(*values: Tensor) -> list[Tensor]:
+    total = torch.stack(values).sum(0)
+    return [total.clone() for _ in values]
+
+
+def _enter(values: Values) -> Sequence[Tensor]:
+    return _joint(_copies, _sums, values)
+
+
+def _reduce(values: Values) -> Sequence[Tensor]:
+    return _joint(_sums, _copies, values)
+
+
+def _gather(values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
+    parts = len(values)
+
+    def work(*pieces: Tensor) -> list[Tensor]:
+        whole = torch.cat([pieces[holder].narrow(dim, at, stop - start) for start, stop, holder, at in holders(bounds, parts)], dim)
+        return [whole.clone() for _ in pieces]
+
+    def back(*grads: Tensor) -> list[Tensor]:
+        made = []
+        for coordinate, grad in enumerate(grads):
+            mine = [(start, stop) for start, stop, holder, _ in holders(bounds, parts) if holder == coordinate]
+            made.append(take(spread(take(grad, dim, mine), dim, mine, grad.shape[dim]), dim, held_by(bounds, coordinate, parts)))
+        return made
+
+    return _joint(work, back, values)
+
+
+def _local_slice(values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
+    return [take(value, dim, held_by(bounds, coordinate, len(values))).contiguous() for coordinate, value in enumerate(values)]
+
+
+def _shared(values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
+    parts, whole = len(values), max(bounds)
+
+    def back(*grads: Tensor) -> list[Tensor]:
+        if not overlap(bounds, parts):
+            return list(grads)
+        total = torch.stack([spread(grad, dim, held_by(bounds, c, parts), whole) for c, grad in enumerate(grads)]).sum(0)
+        return [take(total, dim, held_by(bounds, c, parts)) for c in range(parts)]
+
+    return _joint(_copies, back, values)
+
+
+JOINT: Mapping[str, Callable[..., Sequence[Tensor]]] = {
+    "tpcompile.enter.default": _enter,
+    "tpcompile.gather.default": _gather,
+    "tpcompile.local_slice.default": _local_slice,
+    "tpcompile.reduce.default": _reduce,
+    "tpcompile.shared.default": _shared,
+}
