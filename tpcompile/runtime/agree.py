@@ -25,8 +25,9 @@ def agree(groups: Groups, capture: int, call: str, tensors: Mapping[str, Tensor]
     """
     if groups.devices is None:
         return
-    shapes = int(hashlib.sha256(call.encode()).hexdigest()[:15], 16)
-    codes = torch.tensor([capture, shapes, 0], device=groups.device)
+    shapes = str([(path, list(tensor.shape), tensor.dtype) for path, tensor in sorted(tensors.items())])
+    code = int(hashlib.sha256(shapes.encode()).hexdigest()[:15], 16)
+    codes = torch.tensor([capture, code, 0], device=groups.device)
     for place, (_, tensor) in enumerate(sorted(tensors.items())):
         codes[2] += _code(tensor).to(groups.device) * (place + 1)
     everyone = [torch.empty_like(codes) for _ in range(groups.mesh.size)]

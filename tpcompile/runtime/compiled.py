@@ -53,7 +53,14 @@ def compile(
     if data_parallel != "ddp":
         at = f"compile(data_parallel={data_parallel!r})"
         raise Refused(f"data_parallel={data_parallel!r} is not there yet", at=at, source=caller(), fix='use data_parallel="ddp"')
-    options = Options(loss, count, split_batches, schedule, data_parallel, dict(overrides or {}))
+    options = Options(
+        loss=loss,
+        microbatches=count,
+        split_batches=split_batches,
+        schedule=schedule,
+        data_parallel=data_parallel,
+        overrides=dict(overrides or {}),
+    )
     compiled = Compiled(model, placed, options, mesh if isinstance(mesh, DeviceMesh) else None)
     if example_inputs is None:
         example_inputs = getattr(model, "dummy_inputs", None)

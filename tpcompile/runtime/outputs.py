@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tpcompile.ir import Program
-from tpcompile.layout import TensorType
+from tpcompile.layout import Size, TensorType
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.step import mean_over_replicas
 
@@ -65,15 +65,22 @@ def merge(program: Program, chunks: list[tuple[Tensor, ...]]) -> tuple[Tensor, .
 
 
 def _row_dim(program: Program, name: str) -> int | None:
-    """The dimension of a value that counts the batch's rows."""
+    """The dimension of a value that counts the batch's rows; where capture fixed their number, only the first can."""
     kind = program.types[name]
-    rows = {symbol for symbol, (placeholder, dim) in program.symbols.items() if program.inputs[placeholder].batch_dim == dim}
     if not isinstance(kind, TensorType):
         return None
+    rows = {_size(program, placeholder, i.batch_dim) for placeholder, i in program.inputs.items() if i.batch_dim is not None}
+    symbols = set().union(*(size.free_symbols for size in rows if not isinstance(size, int)))
     for dim, size in enumerate(kind.shape):
-        if not isinstance(size, int) and size.free_symbols & rows:
+        if size in rows and dim == 0 if isinstance(size, int) else size.free_symbols & symbols:
             return dim
-    return None if rows or not kind.shape else 0
+    return None
+
+
+def _size(program: Program, placeholder: str, dim: int) -> Size:
+    kind = program.types[placeholder]
+    assert isinstance(kind, TensorType)
+    return kind.shape[dim]
 
 
 def to_every_stage(values: tuple[Tensor, ...], groups: Groups) -> tuple[Tensor, ...]:
