@@ -6,6 +6,7 @@ import collective_workers
 import pytest
 import ranks
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from tpcompile import collectives
 from tpcompile.errors import TpcompileError
@@ -88,9 +89,25 @@ def test_bind_reaches_what_names_the_axis() -> None:
 def test_pieces() -> None:
     bounds = [0, 2, 5, 6, 1, 3, 3, 5, 5, 7, 7, 7]  # 0 1 5 | 1 2 3 4 | 5 6
     assert collectives.overlap(bounds, 3) == [(1, 2), (5, 6)]
-    assert collectives.holders(bounds, 3) == [(0, 1, 0, 0), (1, 2, 0, 1), (2, 3, 1, 1), (3, 5, 1, 2), (5, 6, 0, 2), (6, 7, 2, 1)]
+    assert collectives.holders(bounds, 3) == ((0, 1, 0, 0), (1, 2, 0, 1), (2, 3, 1, 1), (3, 5, 1, 2), (5, 6, 0, 2), (6, 7, 2, 1))
     with pytest.raises(TpcompileError, match="no coordinate holds the indices 1:2"):
         collectives.holders([0, 1, 2, 3], 2)
+
+
+def test_identities_are_views_when_run_and_vanish_when_compiled() -> None:
+    x = torch.rand(3)
+    for value in (x, x.clone().requires_grad_()):
+        assert collectives.enter(value, ONE).data_ptr() == value.data_ptr()
+        assert collectives.shared(value, ONE, 0, [0, 3]).data_ptr() == value.data_ptr()
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    compiled = torch.compile(lambda value: collectives.enter(value, ONE) * 2, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    compiled(x), compiled(x.requires_grad_())
+    assert set(seen) == {"aten.clone.default", "aten.mul.Tensor"}
 
 
 class TestDropout:

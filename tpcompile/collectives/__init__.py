@@ -42,7 +42,7 @@ from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
 
 __all__ = ["COLLECTIVES", "Collective", "Range", "bind", "dropout", "enter", "gather", "held_by", "holders", "length", "local_slice"]
-__all__ += ["mix", "ops", "overlap", "place", "reduce", "shared", "spread", "take", "unbound"]
+__all__ += ["mix", "ops", "overlap", "pick", "place", "reduce", "shared", "spread", "take", "unbound"]
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,13 @@ def _gather(x: Tensor, axis: str, dim: int, bounds: Sequence[int]) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     if rows.shape[0] < longest:
         rows = torch.cat([rows, rows.new_zeros([longest - rows.shape[0], *rows.shape[1:]])])
-    if size > 1 and rows.numel():
+    if not rows.numel():
+        return x.new_zeros([*x.shape[:dim], max(bounds), *x.shape[dim:][1:]])
+    if size > 1:
         functional = torch.ops._c10d_functional
         rows = functional.wait_tensor.default(functional.all_gather_into_tensor.default(rows, size, axis))
     runs = [(holder * longest + at, stop - start) for start, stop, holder, at in holders(bounds, size)]
-    if size == 1 or any(at + count != after for (at, count), (after, _) in zip(runs, [*runs[1:], (rows.shape[0], 0)], strict=True)):
+    if size == 1 or runs != [(coordinate * longest, longest) for coordinate in range(size)]:
         rows = torch.cat([rows.narrow(0, at, count) for at, count in runs])
     return rows.movedim(0, dim).contiguous()
 

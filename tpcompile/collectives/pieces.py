@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,30 +43,34 @@ def spread(x: Tensor, dim: int, ranges: Sequence[Range], whole: int) -> Tensor:
     return full
 
 
-def holders(bounds: Sequence[int], size: int) -> list[tuple[int, int, int, int]]:
+def holders(bounds: Sequence[int], size: int) -> tuple[tuple[int, int, int, int], ...]:
     """The whole dimension as runs (start, stop, lowest holder, offset in that holder's piece), in order."""
-    edges = sorted(set(bounds) | {0})
     runs = []
-    for start, stop in zip(edges, edges[1:], strict=False):
-        held = [(c, at) for c in range(size) for at in _offsets(held_by(bounds, c, size), start)]
+    for start, stop, held in _spans(tuple(bounds), size):
         if not held:
             raise TpcompileError(f"no coordinate holds the indices {start}:{stop} of bounds {list(bounds)}")
         runs.append((start, stop, *held[0]))
-    return runs
-
-
-def _offsets(ranges: Sequence[Range], index: int) -> list[int]:
-    """Where in a coordinate's piece a global index lies."""
-    found, offset = [], 0
-    for start, stop in ranges:
-        if start <= index < stop:
-            found.append(offset + index - start)
-        offset += stop - start
-    return found
+    return tuple(runs)
 
 
 def overlap(bounds: Sequence[int], size: int) -> list[Range]:
     """The index ranges that more than one coordinate holds."""
-    edges = sorted(set(bounds))
-    spans = list(zip(edges, edges[1:], strict=False))
-    return [(a, b) for a, b in spans if sum(bool(_offsets(held_by(bounds, c, size), a)) for c in range(size)) > 1]
+    return [(start, stop) for start, stop, held in _spans(tuple(bounds), size) if len(held) > 1]
+
+
+@lru_cache(maxsize=1024)
+def _spans(bounds: tuple[int, ...], size: int) -> tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]:
+    """The whole dimension cut at every bound: (start, stop, the coordinates that hold it, each with the offset in its piece)."""
+    edges = sorted({0, *bounds})
+    offsets: list[dict[int, int]] = []  # for every coordinate, edge → offset
+    for coordinate in range(size):
+        offset, own = 0, dict[int, int]()
+        for start, stop in held_by(bounds, coordinate, size):
+            inside = edges[bisect_left(edges, start) : bisect_left(edges, stop)]
+            own |= {edge: offset + edge - start for edge in inside}
+            offset += stop - start
+        offsets.append(own)
+    return tuple(
+        (start, stop, tuple((c, own[start]) for c, own in enumerate(offsets) if start in own))
+        for start, stop in zip(edges, edges[1:], strict=False)
+    )
