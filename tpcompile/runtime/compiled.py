@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from tpcompile.runtime import batch as batches
 from tpcompile.runtime import fingerprint
 from tpcompile.runtime.agree import agree
 from tpcompile.runtime.batch import Batch, Division
-from tpcompile.runtime.engine import Capture, Engine
+from tpcompile.runtime.engine import Capture, Engine, check_values
 from tpcompile.runtime.groups import connect
 from tpcompile.runtime.schedule import check_schedule
 
@@ -190,14 +189,14 @@ class Compiled:
 
     def _start(self, call: str) -> None:
         groups = connect(self.mesh, self._devices, call)
-        fingerprint.compare(self._settings() | _texts(self.compilation))
+        fingerprint.compare(fingerprint.given(self.model, self.mesh, self.options) | fingerprint.made(self.compilation))
         seed = [torch.initial_seed() & (2**62 - 1)]
         if groups.devices is not None:
             dist.broadcast_object_list(seed, src=0)
         first, program = self.compilation, self._own_program(groups.rank)
         if len(program.modules) != 1:
             raise TpcompileError(f"rank {groups.rank} holds {len(program.modules)} stages", at=call)
-        _check_values(program.module, call)
+        check_values(program.module, call)
         module = program.module.to(groups.device)
         self._engine = Engine(self.model, module, first.program, first.stages, groups, self.options.schedule, seed[0])
         self._captures = [self._own(0, first, program)]
@@ -205,18 +204,6 @@ class Compiled:
     @staticmethod
     def _own(number: int, compilation: Compilation, program: RankProgram) -> Capture:
         return Capture.of(number, compilation.program, compilation.stages, program.stages[0])
-
-    def _settings(self) -> dict[str, str]:
-        """What all ranks must have been given alike, as text."""
-        loss = f"{self.options.loss.__module__}.{self.options.loss.__qualname__}" if self.options.loss else None
-        shown = {name: value for name, value in vars(self.options).items() if name != "loss"}
-        return {
-            "versions": f"torch {torch.__version__}, tpcompile {_version()}",
-            "mesh": str(self.mesh),
-            "options": f"{shown} loss={loss}",
-            "parameter shapes": fingerprint.shapes(self.model),
-            "parameter values": fingerprint.values(self.model),
-        }
 
     # --------------------------------------------------------------------------------------- captures
 
@@ -231,7 +218,7 @@ class Compiled:
         agree(engine.groups, found, call, given, everywhere=self.options.split_batches)
         if found == len(self._compilations):
             self._capture(batch, call, division)
-            fingerprint.compare(_texts(self._compilations[found]))
+            fingerprint.compare(fingerprint.made(self._compilations[found]))
         if found == len(self._captures):
             self._captures.append(self._adopted(engine, found))
         capture = self._captures[found]
@@ -288,27 +275,3 @@ class Compiled:
         missing = [i.path for i in program.inputs.values() if given.get(i.path) is None]
         if any(batches.is_target(path, self.model.forward) for path in missing):
             raise batches.missing(missing, call, loss=True)
-
-
-def _check_values(module: nn.Module, call: str) -> None:
-    """A model on the meta device can be compiled and read, not run."""
-    for name, p in module.named_parameters():
-        if p.is_meta:
-            raise InputError(
-                f"parameter {name} is on the meta device: it has no values",
-                at=call,
-                source=caller(),
-                fix="initialise the model (model.to_empty(device=...), then its weights) before it is compiled",
-            )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("tpcompile")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _texts(compilation: Compilation) -> dict[str, str]:
-    """What all ranks must have compiled alike, as text."""
-    return {"graph": str(compilation.program.graph), "plan": "\n".join(str(stage.graph) for stage in compilation.stages)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpcompile import collectives
-from tpcompile.errors import Refused
+from tpcompile.errors import InputError, Refused, caller
 from tpcompile.ir import Program, Stage
 from tpcompile.layout import TensorType
 from tpcompile.runtime import outputs, step
@@ -121,6 +121,18 @@ class Engine:
             {name: dims[name] for name in wanted},
             sizes_of(program, tensors, microbatches),
         )
+
+
+def check_values(module: nn.Module, call: str) -> None:
+    """Raise InputError for a model on the meta device: it can be compiled and read, not run."""
+    for name, p in module.named_parameters():
+        if p.is_meta:
+            raise InputError(
+                f"parameter {name} is on the meta device: it has no values",
+                at=call,
+                source=caller(),
+                fix="initialise the model (model.to_empty(device=...), then its weights) before it is compiled",
+            )
 
 
 def _loss_type(program: Program) -> torch.dtype:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tpcompile.driver import Compilation, Options
 from tpcompile.errors import InputError, several
+from tpcompile.mesh import Mesh
 
 _FIXES = {
     "versions": "install the same versions of tpcompile and torch on all ranks",
@@ -66,6 +69,31 @@ def _ranks(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     spelled = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {spelled}"
+
+
+def given(model: nn.Module, mesh: Mesh, options: Options) -> dict[str, str]:
+    """What all ranks must have been given alike, as text."""
+    loss = f"{options.loss.__module__}.{getattr(options.loss, '__qualname__', type(options.loss).__qualname__)}" if options.loss else None
+    shown = {name: value for name, value in vars(options).items() if name != "loss"}
+    return {
+        "versions": f"torch {torch.__version__}, tpcompile {_version()}",
+        "mesh": str(mesh),
+        "options": f"{shown} loss={loss}",
+        "parameter shapes": shapes(model),
+        "parameter values": values(model),
+    }
+
+
+def made(compilation: Compilation) -> dict[str, str]:
+    """What all ranks must have compiled alike, as text."""
+    return {"graph": str(compilation.program.graph), "plan": "\n".join(str(stage.graph) for stage in compilation.stages)}
+
+
+def _version() -> str:
+    try:
+        return metadata.version("tpcompile")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def shapes(model: nn.Module) -> str:
