@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpcompile import collectives
+from tpcompile.errors import TpcompileError
 
 OVERLAPPING = [0, 2, 5, 6, 1, 3, 3, 5, 5, 7, 7, 7]
 UNEVEN = [0, 4, 4, 7, 7, 7]
@@ -124,4 +125,12 @@ def traced(rank: int, size: int, group: str) -> None:
 
 def everything(rank: int, size: int, group: str) -> None:
     forward_and_backward(rank, size, group)
-    traced(rank, size, group)
+    traced(rank, size, f"{collectives.unbound('tp', rank, size)}={group}")
+    misplaced = nn.Module()
+    misplaced.tp = collectives.unbound("tp", (rank + 1) % size, size)  # type: ignore[assignment]
+    try:
+        collectives.bind(misplaced, {"tp": group})
+    except TpcompileError as error:
+        assert str(error).startswith(f"process group {group} has this process as rank {rank} of {size}\n  at   a program for tp coordinate")
+    else:
+        raise AssertionError("a program of another coordinate was bound")

@@ -82,8 +82,10 @@ def test_running_without_a_group_is_an_error() -> None:
 def test_bind_reaches_what_names_the_axis() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Module())
     module[1].tp = "tp:0/2"  # type: ignore[assignment]
-    collectives.bind(module, {"tp": "7"})
-    assert module[1].tp == "7" and not hasattr(module, "tp") and not hasattr(module[0], "tp")
+    for name in ("7", "8"):
+        collectives.bind(module, {"tp": name})
+        assert module[1].tp == f"tp:0/2={name}" and not hasattr(module, "tp") and not hasattr(module[0], "tp")
+    assert collectives.place("tp:0/2=8") == (0, 2)
 
 
 def test_pieces() -> None:

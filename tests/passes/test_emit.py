@@ -89,7 +89,7 @@ def test_source_runs_alone(tmp_path: Path) -> None:
 def test_bind_reaches_the_layers_that_communicate() -> None:
     module = emitted(tiny(), 0).module
     collectives.bind(module, {"tp": "5"})
-    assert [layer.tp for layer in module.h] == ["5", "5"] and not hasattr(module, "tp")
+    assert [layer.tp for layer in module.h] == ["tp:0/2=5", "tp:0/2=5"] and not hasattr(module, "tp")
 
 
 def test_traceback_shows_the_emitted_line() -> None:

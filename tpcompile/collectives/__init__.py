@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpcompile.collectives.groups import bind, check_bound, place, unbound
+from tpcompile.collectives.groups import bind, check_bound, group_of, place, unbound
 from tpcompile.collectives.heads import pick
 from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
@@ -74,7 +74,7 @@ def _all_reduce(x: Tensor, axis: str) -> Tensor:
     if place(axis)[1] == 1 or x.numel() == 0:
         return x.clone(memory_format=torch.contiguous_format)
     functional = torch.ops._c10d_functional
-    return functional.wait_tensor.default(functional.all_reduce.default(x, "sum", axis))  # type: ignore[no-any-return]
+    return functional.wait_tensor.default(functional.all_reduce.default(x, "sum", group_of(axis)))  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("tpcompile::reduce", mutates_args=())
@@ -166,7 +166,7 @@ def _gather(x: Tensor, axis: str, dim: int, bounds: Sequence[int]) -> Tensor:
         return x.new_zeros([*x.shape[:dim], max(bounds), *x.shape[dim:][1:]])
     if size > 1:
         functional = torch.ops._c10d_functional
-        rows = functional.wait_tensor.default(functional.all_gather_into_tensor.default(rows, size, axis))
+        rows = functional.wait_tensor.default(functional.all_gather_into_tensor.default(rows, size, group_of(axis)))
     runs = [(holder * longest + at, stop - start) for start, stop, holder, at in holders(bounds, size)]
     if size == 1 or runs != [(coordinate * longest, longest) for coordinate in range(size)]:
         rows = torch.cat([rows.narrow(0, at, count) for at, count in runs])

@@ -1,14 +1,25 @@
-"""The process groups of a program's axes, by name."""
+"""How an operator names the ranks that it communicates with.
+
+    "tp:1/4"      coordinate 1 of 4, without a process group: enough for tracing
+    "tp:1/4=7"    the same, over the process group named "7"
+    "7"           a process group; coordinate and size are asked of it
+
+The coordinate is in the name because shapes depend on it: torch's compile caches, which ranks share, compare programs by their
+text, and would give one rank the code of another.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _resolve_process_group
 
 from tpcompile.errors import TpcompileError
+
+_SPELLING = re.compile(r"(\w+):(\d+)/(\d+)(?:=(.*))?")
 
 
 def unbound(axis: str, coordinate: int, size: int) -> str:
@@ -18,22 +29,42 @@ def unbound(axis: str, coordinate: int, size: int) -> str:
 
 def place(axis: str) -> tuple[int, int]:
     """This process's coordinate along an axis, and the axis's size."""
-    if match := re.fullmatch(r"\w+:(\d+)/(\d+)", axis):
-        return int(match[1]), int(match[2])
+    if match := _SPELLING.fullmatch(axis):
+        return int(match[2]), int(match[3])
     group = _resolve_process_group(axis)  # type: ignore[arg-type]
     return group.rank(), group.size()
+
+
+def group_of(axis: str) -> str:
+    """The name of an axis's process group."""
+    match = _SPELLING.fullmatch(axis)
+    return axis if match is None else match[4] or ""
 
 
 def bind(module: nn.Module, groups: Mapping[str, str]) -> None:
     """Set the process groups of an emitted module, by axis: `bind(module, {"tp": group.group_name})`."""
     for part in module.modules():
         for axis, name in groups.items():
-            if isinstance(vars(part).get(axis), str):
-                setattr(part, axis, name)
+            spelled = vars(part).get(axis)
+            if isinstance(spelled, str):
+                setattr(part, axis, _bound(spelled, name))
+
+
+def _bound(axis: str, name: str) -> str:
+    match = _SPELLING.fullmatch(axis)
+    if match is None:
+        return name
+    if dist.is_initialized() and place(name) != place(axis):
+        raise TpcompileError(
+            f"process group {name} has this process as rank {place(name)[0]} of {place(name)[1]}",
+            at=f"a program for {match[1]} coordinate {match[2]} of {match[3]}",
+            fix="run the program of this process's rank, and give it the group along its axis, in the mesh's order",
+        )
+    return f"{match[1]}:{match[2]}/{match[3]}={name}"
 
 
 def check_bound(axis: str) -> None:
-    if ":" in axis and place(axis)[1] > 1:
+    if place(axis)[1] > 1 and not group_of(axis):
         raise TpcompileError(
             "the program has no process group to communicate over",
             at=f"a collective over {axis.split(':')[0]}, of {place(axis)[1]} ranks",
