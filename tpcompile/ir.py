@@ -48,11 +48,22 @@ class Count:
     """A weight sum N that a mean loss divides by: the graph takes it as an extra scalar input named `name`.
 
     `graph` computes N from the batch alone: its placeholders are a subset of the program's inputs and buffers, by the same names.
-    The sum of its values over equal micro-batches and replicas is N of the whole batch.
+    The sum of its values over replicas is N of the whole batch. Without a graph N is 1: the loss is a plain sum over rows.
     """
 
     name: str
-    graph: fx.Graph
+    graph: fx.Graph | None
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What a capture took for granted: another batch may use it only where all of this holds again."""
+
+    training: frozenset[str]  # the modules in training mode
+    trained: frozenset[str]  # the parameters that require a gradient
+    leaves: Mapping[str, Any]  # path in the batch → its value, for what is no tensor
+    ranges: Mapping[sympy.Symbol, tuple[int, int | None]]  # symbol → least and greatest value
+    conditions: tuple[sympy.Basic, ...]  # relations between symbols
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,16 @@ class Program:
     counts: tuple[Count, ...] = ()  # divisors of mean losses, taken as extra inputs
     loss_reason: str = ""  # why the loss of a batch is not the sum of its micro-batches' losses; "" when it is
     random: bool = False  # takes the extra int64 input `rng_key` of three numbers: seed, step, micro-batch
+    guards: Guards | None = None  # None: a program that no capture made
+    notes: tuple[str, ...] = ()  # what the capture left out, in words
 
     def nodes(self) -> Mapping[str, fx.Node]:
         return {node.name: node for node in self.graph.nodes}
+
+    def returned(self) -> tuple[str, ...]:
+        """The values that the last stage returns: the outputs, each once, the loss first."""
+        names = dict.fromkeys(node.name for node in self.graph.output_node().all_input_nodes)
+        return tuple(names) if self.loss not in names else (self.loss, *(name for name in names if name != self.loss))
 
 
 Kind = Literal["attention", "mlp", "linear", "column", "row"]

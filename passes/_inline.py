@@ -1,0 +1,93 @@
+"""From the exported graph to one flat working graph: regions of no_grad and autocast are inlined, torch's own checks are left out."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tpcompile.passes._export import refuse
+from tpcompile.passes._origin import source_of
+
+GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+CHECKS = frozenset(
+    {
+        "aten::_assert_async",
+        "aten::_assert_scalar",
+        "aten::_assert_tensor_metadata",
+        "aten::sym_constrain_range",
+        "aten::sym_constrain_range_for_size",
+    }
+)
+"""Operations that compute nothing."""
+
+
+class Flattener:
+    """Builds the flat copy. In the new nodes' `meta`, "storage" names the memory that a tensor lives in, "no_grad" is where it was made."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self._storages: dict[int, int] = {}  # what a region calls a storage → what is outside
+
+    def flatten(self, module: fx.GraphModule) -> fx.Graph:
+        self.graph.output(self._copy(module, {}, grad=True))
+        return self.graph
+
+    def _copy(self, module: fx.GraphModule, new: dict[fx.Node, Any], *, grad: bool) -> Any:
+        """Copy a graph's nodes but for those that `new` has already: its arguments. Returns what its output holds."""
+        for node in module.graph.nodes:
+            if node in new:
+                continue
+            if node.op == "output":
+                return fx.node.map_arg(node.args[0], new.__getitem__)
+            if node.op == "get_attr":
+                new[node] = getattr(module, str(node.target))
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+                new[node] = self._inline(node, new, grad=grad)
+            elif node.target is operator.getitem and isinstance(new[node.args[0]], tuple | list):
+                new[node] = new[node.args[0]][node.args[1]]
+                self._same_storage(node, new[node])
+            elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in CHECKS:
+                new[node] = None
+            else:
+                new[node] = self.graph.node_copy(node, new.__getitem__)
+                new[node].meta["no_grad"] = not grad
+                new[node].meta["storage"] = self._storage(node)
+        raise AssertionError("a graph without an output")
+
+    def _inline(self, node: fx.Node, new: dict[fx.Node, Any], *, grad: bool) -> Any:
+        if node.target is GRAD:
+            grad, body, *args = node.args  # type: ignore[assignment]
+        elif node.target is AUTOCAST:
+            device, dtype, enabled, _, body, *args = node.args
+            if enabled:
+                refuse(
+                    f"the model turns autocast to {str(dtype).removeprefix('torch.')} on for {device}: its casts cannot be captured",
+                    source_of(node),
+                    "cast with .to(dtype) where it is needed, or leave autocast out",
+                )
+        else:
+            refuse(f"the model uses {node.target}, which holds a graph of its own", source_of(node), "write this part with plain operations")
+        module = new[body]  # type: ignore[index]
+        inner = dict(zip(module.graph.find_nodes(op="placeholder"), fx.node.map_arg(args, new.__getitem__), strict=True))
+        for placeholder, outer in inner.items():
+            self._same_storage(placeholder, outer)
+        return self._copy(module, inner, grad=grad)
+
+    def _storage(self, node: fx.Node) -> int | None:
+        value = node.meta.get("val")
+        if isinstance(value, tuple | list) and value:
+            value = value[0]  # the pieces of a split
+        if not isinstance(value, Tensor):
+            return None
+        own = value.untyped_storage()._cdata
+        return self._storages.get(own, own)
+
+    def _same_storage(self, node: fx.Node, new: Any) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and isinstance(new, fx.Node) and new.meta["storage"] is not None:
+            self._storages[value.untyped_storage()._cdata] = new.meta["storage"]

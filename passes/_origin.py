@@ -1,0 +1,88 @@
+"""Where a node comes from: the user's line, the module, and the repeated layers of the model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from tpcompile.ir import Source
+
+FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+TORCH = Path(torch.__file__).parent
+ROOT = "model"  # what the wrapper that is exported calls the user's model
+
+
+def source_of(node: fx.Node) -> Source | None:
+    """The innermost line outside torch that made a node; inside torch where all of it is. None for what no line made."""
+    frames = list(FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return None
+    own = [frame for frame in frames if TORCH not in Path(frame["file"]).parents]
+    frame = (own or frames)[-1]
+    return Source(Path(frame["file"]).name, int(frame["line"]), frame["code"].strip(), path_of(node))
+
+
+def path_of(node: fx.Node) -> str:
+    """The dotted path of the innermost module that a node ran in."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return _own_path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def _own_path(path: str) -> str:
+    """Without the wrapper, and without the mark of a second call: "model.h.0@1.fc" is h.0.fc."""
+    return re.sub(r"@\d+", "", path).removeprefix(ROOT).removeprefix(".")
+
+
+# ------------------------------------------------------------------------------------------------ layers
+
+
+def layers_of(model: nn.Module, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The paths of the repeated layers, in the order they run: children of the outermost containers of like modules."""
+    runs = _runs(model, nodes)
+    picked: dict[str, list[str]] = {}
+    for container in sorted(runs, key=lambda path: path.count(".")):
+        inside = any(f"{container}.".startswith(f"{child}.") for children in picked.values() for child in children)
+        layers = _like(model, container, runs[container])
+        if layers and not inside:
+            picked[container] = layers
+    composite = {name: kept for name, layers in picked.items() if (kept := [layer for layer in layers if _is_composite(model, layer)])}
+    chosen = [layer for layers in (composite or picked).values() for layer in layers]
+    first = {path: index for index, path in enumerate(_paths(nodes))}
+    return tuple(sorted(chosen, key=first.__getitem__))
+
+
+def _paths(nodes: Iterable[fx.Node]) -> list[str]:
+    """All module paths that nodes ran in, by their first node."""
+    return list(dict.fromkeys(_own_path(entry[0]) for node in nodes for entry in (node.meta.get("nn_module_stack") or {}).values()))
+
+
+def _runs(model: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, list[str]]:
+    """For every container, its children in the order they run. Containers whose children run again later are left out."""
+    runs: dict[str, list[str]] = {}
+    for node in nodes:
+        for entry in (node.meta.get("nn_module_stack") or {}).values():
+            path = _own_path(entry[0])
+            parent = path.rpartition(".")[0]
+            if path and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential | nn.ModuleDict):
+                run = runs.setdefault(parent, [])
+                if not run or run[-1] != path:
+                    run.append(path)
+    return {parent: run for parent, run in runs.items() if len(set(run)) == len(run)}
+
+
+def _like(model: nn.Module, container: str, children: Sequence[str]) -> list[str]:
+    """The children that are layers: of a list all that have parameters, of a sequence those of a class that comes twice or more."""
+    holders = [child for child in children if any(True for _ in model.get_submodule(child).parameters())]
+    kinds = Counter(type(model.get_submodule(child)) for child in holders)
+    if not isinstance(model.get_submodule(container), nn.ModuleList):
+        holders = [child for child in holders if kinds[type(model.get_submodule(child))] >= 2]
+    return holders if len(holders) >= 2 else []
+
+
+def _is_composite(model: nn.Module, path: str) -> bool:
+    return any(True for _ in model.get_submodule(path).children())
