@@ -96,7 +96,9 @@ def _transformers_model(spec: str) -> tuple[nn.Module, None]:
     if not tasks or task not in (None, *tasks):
         known = " or ".join(f"task={name}" for name in tasks) or "package.module:factory for this model"
         raise _problem(spec, f"{kind} has no {task or 'language'} model", f"use {known}")
-    auto = getattr(importlib.import_module("transformers"), TASKS[task or tasks[0]][1])
+    transformers = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()  # its words on special tokens of other vocabularies do not matter here
+    auto = getattr(transformers, TASKS[task or tasks[0]][1])
     model: nn.Module = auto.from_config(AutoConfig.for_model(kind, **keys))
     return model.to(getattr(torch, dtype)) if dtype else model, None
 

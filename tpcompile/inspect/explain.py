@@ -12,7 +12,7 @@ from rich.text import Text
 from tpcompile.driver import Compilation
 from tpcompile.inspect.fold import fold, spell, split_layer
 from tpcompile.inspect.traffic import traffic
-from tpcompile.ir import Left, Program, Region, Stage, TensorType
+from tpcompile.ir import Left, Program, Region, Source, Stage, TensorType
 from tpcompile.layout import Layout, local_size, product
 from tpcompile.mesh import Mesh
 
@@ -59,8 +59,17 @@ def _regions(compilation: Compilation) -> RenderableType:
 
 
 def _weights(region: Region, program: Program) -> tuple[str, ...]:
-    """up.weight [230@tp, 60], below the region's layer."""
-    return tuple(f"{split_layer(name, program.layers)[1]} {layout}" for name, layout in region.weights.items())
+    """up.weight [230@tp, 60], for a bias that is cut like it up.{weight, bias}; in the order of the model, below the region's name."""
+    lines: dict[str, str] = {}
+    for name in sorted(region.weights, key=list(program.parameters.values()).index):
+        owner, _, own = name.rpartition(".")
+        layout, weight = region.weights[name], f"{owner}.weight"
+        if own == "bias" and weight in lines and region.weights[weight].startswith(layout[:-1] + ","):
+            lines[weight] = lines[weight].replace(".weight ", ".{weight, bias} ", 1)
+            continue
+        within = name.removeprefix(f"{region.name}.")
+        lines[name] = f"{within if within != name else split_layer(name, program.layers)[1]} {layout}"
+    return tuple(lines.values())
 
 
 def _whole(compilation: Compilation) -> RenderableType:
@@ -73,9 +82,14 @@ def _whole(compilation: Compilation) -> RenderableType:
 
     table = _table("left whole", "because", "at")
     for name, left in fold(plan.whole, lambda item: item.name, like, program.layers):
-        code = f"{left.source.file.rpartition('/')[2]}:{left.source.line}  {left.source.code}" if left.source else ""
-        table.add_row(name, left.reason, code)
+        table.add_row(name, left.reason, _code(left.source) if left.source else "")
     return table
+
+
+def _code(source: Source) -> str:
+    """model.py:87  logits = self.head(self.norm(x))"""
+    line = f"{source.file.rpartition('/')[2]}:{source.line}  {source.code}"
+    return line if len(line) <= 72 else line[:71] + "…"
 
 
 def _stages(compilation: Compilation) -> RenderableType:
