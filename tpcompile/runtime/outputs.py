@@ -15,19 +15,9 @@ from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.step import mean_over_replicas
 
 
-def returned(program: Program) -> list[str]:
-    """The names of what the last stage returns: the program's outputs, the loss first."""
-    (output,) = (node for node in program.graph.nodes if node.op == "output")
-    names = list(dict.fromkeys(node.name for node in pytree.tree_leaves(output.args[0])))
-    if program.loss in names:
-        names.remove(program.loss)
-        names.insert(0, program.loss)
-    return names
-
-
 def rebuild(program: Program, values: tuple[Tensor, ...]) -> Any:
     """The user's output object. With a loss of the user's own, which stands in no output, only the outputs."""
-    by_name = dict(zip(returned(program), values, strict=True))
+    by_name = dict(zip(program.returned(), values, strict=True))
     found = [by_name[name] if name is not None else program.output_constants.get(i) for i, name in enumerate(program.outputs)]
     return pytree.tree_unflatten(found, program.out_spec)
 
@@ -55,7 +45,7 @@ def whole_loss(program: Program, values: tuple[Tensor, ...], groups: Groups) -> 
 def merge(program: Program, chunks: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """The outputs of micro-batches as those of the replica's rows: the loss is summed, rows follow each other."""
     merged = []
-    for index, (name, parts) in enumerate(zip(returned(program), zip(*chunks, strict=True), strict=True)):
+    for index, (name, parts) in enumerate(zip(program.returned(), zip(*chunks, strict=True), strict=True)):
         if index == 0 and name == program.loss:
             merged.append(torch.stack(parts).sum(0))
         else:

@@ -35,6 +35,9 @@ def counts(program: Program, model: nn.Module, tensors: Mapping[str, Tensor], mi
     found = {}
     dims = {name: i.batch_dim for name, i in program.inputs.items()}
     for count in program.counts:
+        if count.graph is None:
+            found[count.name] = torch.tensor(1 / groups.mesh.dp, dtype=_dtype(program, count.name), device=groups.device)
+            continue
         run = fx.Interpreter(fx.GraphModule({}, count.graph))
         names = [node.name for node in count.graph.nodes if node.op == "placeholder"]
         with torch.no_grad():
@@ -45,10 +48,15 @@ def counts(program: Program, model: nn.Module, tensors: Mapping[str, Tensor], mi
             total = torch.stack([torch.as_tensor(n, device=groups.device) for n in parts]).sum(0)
         if (group := groups.group("dp")) is not None:
             dist.all_reduce(total, group=group)
-        kind = program.types.get(count.name)
-        dtype = kind.dtype if isinstance(kind, TensorType) else total.dtype
-        found[count.name] = (total / groups.mesh.dp).to(dtype) if dtype.is_floating_point else total / groups.mesh.dp
+        found[count.name] = (total / groups.mesh.dp).to(_dtype(program, count.name))
     return found
+
+
+def _dtype(program: Program, name: str) -> torch.dtype:
+    """The loss's own type: a count must not promote it."""
+    kind = program.types[name]
+    assert isinstance(kind, TensorType)
+    return kind.dtype
 
 
 def _value(name: str, program: Program, model: nn.Module, tensors: Mapping[str, Tensor], groups: Groups) -> Tensor:

@@ -1,0 +1,166 @@
+"""Private to divide_loss: which values of a program keep the rows of the batch apart.
+
+The batch's rows are a cut like any other: every input is cut along its batch dimension, and the rules carry that forward. A value so
+cut has, for a part of the rows, the part of its whole; an operation that mixes rows has no such layout, and the proof ends there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import sympy
+from torch import fx
+
+from tpcompile.factors import LayoutError
+from tpcompile.ir import Program
+from tpcompile.layout import Dim, Factor, Layout, Open, Size, TensorType, cut_factors, whole
+from tpcompile.rules import RESHAPES, argument, forward, has_rule, op_name, view_op
+
+ROWS = Open(0)
+
+
+@dataclass
+class Rows:
+    """The proof: a layout for every value, or the reason why it has none."""
+
+    program: Program
+    layouts: dict[fx.Node, tuple[Layout, ...]] = field(default_factory=dict)
+    broken: dict[fx.Node, str] = field(default_factory=dict)
+    counting: set[fx.Node] = field(default_factory=set)  # 0, 1, 2, … along the rows: the row's own number
+    symbols: frozenset[sympy.Symbol] = frozenset()
+
+    @classmethod
+    def of(cls, program: Program) -> Rows:
+        """Carry the batch dimension forward through the whole graph."""
+        dims = [program.types[name].shape[i.batch_dim] for name, i in program.inputs.items() if i.batch_dim is not None]  # type: ignore[union-attr]
+        rows = cls(program, symbols=frozenset(symbol for size in dims if isinstance(size, sympy.Expr) for symbol in size.free_symbols))
+        for node in program.graph.nodes:
+            try:
+                rows.visit(node)
+            except LayoutError as error:
+                rows.broken[node] = str(error)
+        return rows
+
+    def visit(self, node: fx.Node) -> None:
+        kind = self.program.types.get(node.name)
+        if node.op == "placeholder" and isinstance(kind, TensorType):
+            entry = self.program.inputs.get(node.name)
+            at = entry.batch_dim if entry else None
+            self.layouts[node] = (Layout(tuple(_rows(size) if d == at else ((Factor(size),),) for d, size in enumerate(kind.shape))),)
+        elif op_name(node) == "getitem" and node.op == "call_function":
+            parent, index = node.args
+            self.inherit(node, [parent])  # type: ignore[list-item]
+            self.layouts[node] = (self.layouts[parent][index],)  # type: ignore[index]
+        elif node.op == "call_function" and isinstance(kind, (TensorType, tuple)):
+            self.inherit(node, node.all_input_nodes)
+            self.layouts[node] = self.call(node, (kind,) if isinstance(kind, TensorType) else kind)
+
+    def inherit(self, node: fx.Node, operands: list[fx.Node]) -> None:
+        for operand in operands:
+            if operand in self.broken:
+                raise LayoutError(self.broken[operand])
+
+    def call(self, node: fx.Node, kinds: tuple[TensorType, ...]) -> tuple[Layout, ...]:
+        op = view_op(node, self.program.types)
+        if not op.operands:
+            return self.created(node, kinds)
+        if op.name == "aten.index.Tensor" and (layout := self.looked_up(node)) is not None:
+            return (layout,)
+        counting = [operand for operand in op.operands if operand in self.counting]
+        if counting:
+            if op.name not in RESHAPES | PLAIN:
+                raise LayoutError("it computes with the number of a row")
+            self.counting.add(node)
+        if not has_rule(op):
+            raise LayoutError(f"no rule for {op.name}")
+        made = forward(op, [self.layouts[operand][0] for operand in op.operands])
+        if any(layout.partial for layout in made):
+            raise LayoutError("it sums over the rows")
+        return tuple(self.spread(layout, kind) for layout, kind in zip(made, kinds, strict=True))
+
+    def created(self, node: fx.Node, kinds: tuple[TensorType, ...]) -> tuple[Layout, ...]:
+        """A new tensor, equal in all rows; but `arange(rows)` counts them."""
+        layouts = tuple(self.spread(whole(*kind.shape), kind) for kind in kinds)
+        if layouts[0].is_cut and op_name(node).startswith("aten.arange"):
+            self.counting.add(node)
+        elif layouts[0].is_cut and op_name(node) not in FILLED:
+            raise LayoutError(f"{op_name(node)} makes rows that may differ")
+        return layouts
+
+    def spread(self, layout: Layout, kind: TensorType) -> Layout:
+        """Dimensions that are as long as the batch though no operand brought them: the same in all rows."""
+        dims: list[Dim] = []
+        for dim, size in zip(layout.dims, kind.shape, strict=True):
+            known = isinstance(size, sympy.Symbol) and size in self.symbols and not cut_factors(dim)
+            dims.append(_rows(size) if known else dim)
+        return Layout(tuple(dims), layout.partial)
+
+    def looked_up(self, node: fx.Node) -> Layout | None:
+        """x[row, …] with `row` counting the rows: each row looks into itself."""
+        source, indices = node.args[0], list(argument(node, "indices"))
+        first = indices[0] if indices else None
+        if first not in self.counting or not isinstance(source, fx.Node):
+            return None
+        have, kind = self.layouts[source][0], self.program.types[node.name]
+        assert isinstance(kind, TensorType)
+        place = [d for d, dim in enumerate(self.layouts[first][0].dims) if cut_factors(dim)]
+        depth = len(self.layouts[first][0].dims) - place[0]
+        width = max(len(self.layouts[i][0].dims) for i in indices if i is not None)
+        for index in indices[1:]:
+            cuts = [len(self.layouts[index][0].dims) - d for d, dim in enumerate(self.layouts[index][0].dims) if cut_factors(dim)] if index else []
+            if cuts not in ([], [depth]):
+                raise LayoutError("rows look into other rows")
+        if not cut_factors(have.dims[0]) or any(cut_factors(dim) for dim in have.dims[1:]) or None in indices:
+            raise LayoutError("rows look into other rows")
+        at = width - depth
+        return Layout(tuple(_rows(size) if d == at else ((Factor(size),),) for d, size in enumerate(kind.shape)))
+
+    def depends(self, node: fx.Node) -> bool:
+        """Whether a value has something for each row."""
+        return any(layout.is_cut for layout in self.layouts.get(node, ()))
+
+    def reason(self, node: fx.Node) -> str:
+        """Why rows are not kept apart at a value, with the user's line; "" when they are."""
+        if node not in self.broken:
+            return ""
+        first = node
+        while any(operand in self.broken for operand in first.all_input_nodes):
+            first = next(operand for operand in first.all_input_nodes if operand in self.broken)
+        source: object = self.program.sources.get(first.name, "")
+        return f"{op_name(first)}{f' at {source}' if source else ''}: {self.broken[first]}"
+
+
+PLAIN = frozenset(
+    f"aten.{name}" for name in "add.Tensor expand.default to.dtype to.dtype_layout to.device slice.Tensor contiguous.default clone.default".split()
+)
+"""Operations that leave the number of a row what it is; `add` of something else than zero makes an index that no rule accepts."""
+
+FILLED = frozenset(
+    f"aten.{name}" for name in "full.default zeros.default ones.default empty.memory_format scalar_tensor.default eye.default".split()
+)
+
+
+def _rows(size: Size) -> Dim:
+    return ((Factor(size, ROWS),),)
+
+
+def symbol_nodes(graph: fx.Graph, program: Program, expression: sympy.Expr | int, made: Mapping[str, fx.Node]) -> fx.Node | int:
+    """Nodes that compute a size from the inputs' sizes."""
+    import operator
+
+    import torch
+
+    match expression:
+        case int() | sympy.Integer():
+            return int(expression)
+        case sympy.Symbol():
+            name, dim = program.symbols[expression]
+            return graph.call_function(torch.ops.aten.sym_size.int, (made[name], dim))
+        case sympy.Add() | sympy.Mul():
+            parts = [symbol_nodes(graph, program, part, made) for part in expression.args]  # type: ignore[arg-type]
+            total = parts[0]
+            for part in parts[1:]:
+                total = graph.call_function(operator.add if isinstance(expression, sympy.Add) else operator.mul, (total, part))
+            return total
+    raise LayoutError(f"a size that is {expression}")

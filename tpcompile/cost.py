@@ -1,0 +1,52 @@
+"""What operations cost, as expressions in the sizes of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+
+from tpcompile.factors import LayoutError
+from tpcompile.ir import Program, TensorType
+from tpcompile.layout import Size, product
+from tpcompile.rules import RESHAPES, bind_rule, has_rule, op_name, view_op
+
+
+def flops(program: Program, name: str) -> Size:
+    """Floating-point operations of one node, forward: 2 per multiply-add of a contraction, 1 per element otherwise, 0 for views."""
+    node, kind = program.nodes()[name], program.types.get(name)
+    return _flops(program, node, kind)
+
+
+def all_flops(program: Program) -> dict[str, Size]:
+    """`flops` of every call."""
+    return {n.name: _flops(program, n, program.types.get(n.name)) for n in program.graph.nodes if n.op == "call_function"}
+
+
+def _flops(program: Program, node: object, kind: object) -> Size:
+    from torch import fx
+
+    assert isinstance(node, fx.Node)
+    if not isinstance(kind, TensorType) or op_name(node) in RESHAPES or not kind.dtype.is_floating_point:
+        return 0
+    op = view_op(node, program.types)
+    if not has_rule(op):
+        return product(kind.shape)
+    try:
+        bound = bind_rule(op)
+    except LayoutError:
+        return product(kind.shape)
+    if "attention" in op.name:
+        return 2 * product([*op.ins[0].shape, op.ins[1].shape[-2]]) + 2 * product([*kind.shape, op.ins[1].shape[-2]])
+    kept = {token.letter for tokens in bound.outs for token in tokens}
+    contracted = [letter for letter in bound.sizes if letter not in kept and letter not in bound.never and letter != "*"]
+    if len(op.ins) > 1 and contracted:
+        return 2 * product([*kind.shape, *(bound.sizes[letter] for letter in contracted)])
+    return product(kind.shape)
+
+
+def evaluate(size: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
+    """An expression's value where its symbols have these values; symbols that are not given count as 1."""
+    if isinstance(size, int):
+        return size
+    return int(size.subs({symbol: sizes.get(symbol, 1) for symbol in size.free_symbols}))

@@ -1,0 +1,147 @@
+"""The compiler, read aloud: which pass follows which, and what each made."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpcompile.cost import all_flops, evaluate
+from tpcompile.ir import Local, Plan, Program, Sharded, Stage
+from tpcompile.layout import Layout, bounds, cut_factors
+from tpcompile.mesh import Mesh
+from tpcompile.passes.capture import capture
+from tpcompile.passes.detect import detect
+from tpcompile.passes.divide_loss import divide_loss
+from tpcompile.passes.emit import RankProgram, emit
+from tpcompile.passes.normalize import normalize
+from tpcompile.passes.optimize import optimize
+from tpcompile.passes.plan import plan
+from tpcompile.passes.propagate import propagate
+from tpcompile.passes.rewrite import rewrite
+from tpcompile.passes.split import split
+from tpcompile.text import text
+from tpcompile.verify import verify
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile: the keywords of `tpcompile.compile`."""
+
+    loss: Callable[..., Tensor] | None = None
+    microbatches: int = 1
+    split_batches: bool = True
+    schedule: str = "1f1b"
+    data_parallel: str = "ddp"
+    overrides: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass as it ran: the text before and after, and its time in seconds."""
+
+    name: str
+    before: str
+    after: str
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        return self.after
+
+    def diff(self) -> str:
+        """The lines that the pass changed."""
+        return "\n".join(difflib.unified_diff(self.before.splitlines(), self.after.splitlines(), "before", "after", lineterm="", n=1))
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Everything that the compiler made of a model for a mesh."""
+
+    mesh: Mesh
+    options: Options
+    captured: Program
+    program: Program
+    plan: Plan
+    sharded: Sharded
+    local: Local
+    stages: tuple[Stage, ...]
+    history: Mapping[str, Step]
+
+    def rank_program(self, model: nn.Module, rank: int, device: torch.device | str = "cpu") -> RankProgram:
+        """The modules that a rank runs, with its own pieces of the model's parameters."""
+        tables = {"layouts": self.local.layouts, "origins": self.local.origins}
+        return emit(self.stages, self.program, model, self.pieces(), self.mesh, rank, torch.device(device), **tables)  # type: ignore[arg-type]
+
+    def pieces(self) -> dict[str, tuple[int, list[int]]]:
+        """For every cut parameter the dimension that is cut and who holds what, as `bounds` of collectives."""
+        found: dict[str, tuple[int, list[int]]] = {}
+        for placeholder, name in self.program.parameters.items():
+            layout = self.sharded.layouts[placeholder]
+            assert isinstance(layout, Layout)
+            for dim, places in enumerate(layout.dims):
+                if cut_factors(places):
+                    found[name] = (dim, bounds(places, self.mesh.tp))
+        return found
+
+
+def lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Options) -> Compilation:
+    """Compile a model for one micro-batch's shapes, from capture to stages. Needs no process group and no device but the model's own."""
+    log = _Log()
+    captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss)))
+    program = verify(log.run("normalize", captured, lambda: normalize(captured)))
+    program = verify(log.run("divide_loss", program, lambda p=program: divide_loss(p)))
+    cones = log.run("detect", program, lambda: detect(program))
+    chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, options.overrides))
+    sharded = verify(log.run("propagate", program, lambda: propagate(program, chosen, "tp", mesh.tp)))
+    local = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
+    local = verify(log.run("optimize", local, lambda l=local: optimize(l)))
+    stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch))))
+    return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, MappingProxyType(log.steps))
+
+
+def costs(program: Program, batch: Mapping[str, Any]) -> dict[str, int]:
+    """Forward FLOPs of every node at this batch's sizes."""
+    sizes: dict[Any, int] = {}
+    for symbol, (placeholder, dim) in program.symbols.items():
+        value: Any = batch
+        for part in program.inputs[placeholder].path.split("."):
+            value = value[int(part)] if isinstance(value, (tuple, list)) else value[part]
+        sizes[symbol] = int(value.shape[dim])
+    return {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
+
+
+class _Log:
+    """Runs passes one after the other and keeps what they made, as text on demand."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, Step] = {}
+
+    def run(self, name: str, before: Any, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        made = work()
+        self.steps[name] = _LazyStep(name, before, made, time.perf_counter() - start)  # type: ignore[assignment]
+        return made
+
+
+class _LazyStep(Step):
+    """A step whose texts are printed when they are asked for."""
+
+    def __init__(self, name: str, before: object, after: object, seconds: float) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "values", (before, after))
+
+    @property
+    def before(self) -> str:  # type: ignore[override]
+        return text(self.values[0])  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def after(self) -> str:  # type: ignore[override]
+        return text(self.values[1])  # type: ignore[attr-defined, no-any-return]
