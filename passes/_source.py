@@ -54,8 +54,11 @@ class Scope:
 
 
 def stem(node: fx.Node) -> str:
-    """A node's name without numbers, so that equal layers have equal names."""
-    return re.sub(r"_\d+(?=_|$)", "", node.name)
+    """A node's name without numbers, so that equal layers have equal names; a bare operation's is `split`, not `split_default`."""
+    name = re.sub(r"_\d+(?=_|$)", "", node.name)
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = name.removesuffix(f"_{node.target._overloadname.lower()}")
+    return name
 
 
 def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
@@ -173,13 +176,15 @@ def argument_comment(arguments: Sequence[tuple[str, str]]) -> str:
 
 
 def statement(target: str, value: str, dead: Sequence[str], comment: str) -> str:
-    """`target = value; del dead  # comment`, with a long call's arguments on a line of their own."""
-    line = f"{target} = {value}" if target else value
-    end = (f"; del {', '.join(dead)}" if dead else "") + (f"  # {comment}" if comment else "")
-    if len(line + end) > WIDTH and value.endswith(")"):
+    """`target = value; del dead  # comment`; in several lines where that is too long."""
+    line, gone = f"{target} = {value}", f"del {', '.join(dead)}" if dead else ""
+    comment = f"  # {comment}" if comment else ""
+    if len(line) > WIDTH and value.endswith(")"):
         head, _, rest = line.partition("(")
         line = f"{head}(\n    {rest[:-1]}\n)"
-    return line + end
+    elif gone and len(line + gone + comment) > WIDTH:
+        return f"{line}{comment}\n{gone}"
+    return f"{line}; {gone}{comment}" if gone else line + comment
 
 
 def origin(source: Source | None) -> str:

@@ -30,7 +30,7 @@ def program_of(model: nn.Module, inputs: Mapping[str, Tensor], layers: Sequence[
     nodes = list(exported.graph.nodes)
     return Program(
         graph=exported.graph,
-        types={n.name: TensorType(n.meta["val"].dtype, tuple(n.meta["val"].shape)) for n in nodes if isinstance(n.meta.get("val"), Tensor)},
+        types={node.name: kind for node in nodes if (kind := _type(node.meta.get("val")))},
         sources={node.name: _source(node) for node in nodes if node.meta.get("nn_module_stack")},
         parameters={key: name for key, name in parameters.items() if first[id(every[name])] == name},
         buffers=buffers,
@@ -42,6 +42,13 @@ def program_of(model: nn.Module, inputs: Mapping[str, Tensor], layers: Sequence[
         out_spec=None,
         loss=nodes[-1].args[0][0].name,
     )
+
+
+def _type(value: Any) -> TensorType | tuple[TensorType, ...] | None:
+    if isinstance(value, list | tuple):
+        kinds = tuple(TensorType(part.dtype, tuple(part.shape)) for part in value if isinstance(part, Tensor))
+        return kinds if len(kinds) == len(value) else None
+    return TensorType(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else None
 
 
 def _source(node: fx.Node) -> Source:

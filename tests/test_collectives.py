@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from tpcompile import collectives
-from tpcompile.errors import TpcompileError
+from tpcompile.errors import Refused, TpcompileError
 
 ONE = collectives.unbound("tp", 0, 1)
 
@@ -40,6 +40,20 @@ def test_one_rank_is_the_identity(dtype: torch.dtype) -> None:
         assert torch.equal(y, x)
         (y * y).sum().backward()
         assert torch.equal(x.grad, 2 * x)  # type: ignore[arg-type]
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = torch.rand(3, requires_grad=True)
+    for call in (
+        lambda: collectives.enter(x * x, ONE),
+        lambda: collectives.reduce(x * x, ONE),
+        lambda: collectives.gather(x * x, ONE, 0, [0, 3]),
+        lambda: collectives.local_slice(x * x, ONE, 0, [0, 3]),
+        lambda: collectives.shared(x * x, ONE, 0, [0, 3]),
+    ):
+        with pytest.raises(Refused) as error:
+            torch.autograd.grad((call() ** 2).sum(), x, create_graph=True)
+        assert error.value.what == "collectives have no second derivatives"
 
 
 def test_operators_are_sound() -> None:

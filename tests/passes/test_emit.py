@@ -238,7 +238,7 @@ def test_comments_show_layouts() -> None:
     }
     made = emit([stage], program, model, pieces, Mesh(tp=2), 0, layouts=layouts, origins={"linear_1_partial": "linear_1"})
     for comment in (
-        "del layer_norm_enter  # f64[2, 3, 5@tp{0:3, 3:5}]",
+        "self.up.bias)  # f64[2, 3, 5@tp{0:3, 3:5}]\n        del layer_norm_enter\n",
         "linear_partial = aten.linear.default(relu, self.down.weight); del relu  # f64[2, 3, 4] +tp",
         "linear_1 = collectives.reduce(linear_partial, self.tp); del linear_partial  # f64[2, 3, 4]\n",
     ):

@@ -15,7 +15,8 @@ Every operator names its group by a string: the name of a torch process group, s
 unequal sizes and may overlap; together they cover the whole. Where they overlap, the lowest coordinate counts as the holder:
 `gather` takes its element and gives the gradient to it alone.
 
-The gradients assume that every coordinate runs the same loss from the same whole values and starts backward with 1.
+The gradients assume that every coordinate runs the same loss from the same whole values and starts backward with 1. They are of the
+first order: a backward that is itself recorded (create_graph=True) is refused.
 
 Before `bind`, an axis is spelled "tp:1/4": coordinate 1 of 4 without a group. That is enough to trace; running needs a group,
 unless the axis has one rank: then every operator is the identity, or a plain slice, and nothing communicates.
@@ -40,6 +41,7 @@ from tpcompile.collectives.groups import bind, check_bound, group_of, place, unb
 from tpcompile.collectives.heads import pick
 from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
+from tpcompile.errors import Refused
 
 __all__ = ["COLLECTIVES", "Collective", "Range", "bind", "dropout", "enter", "gather", "held_by", "holders", "length", "local_slice"]
 __all__ += ["mix", "ops", "overlap", "pick", "place", "reduce", "shared", "spread", "take", "unbound"]
@@ -77,6 +79,17 @@ def _all_reduce(x: Tensor, axis: str) -> Tensor:
     return functional.wait_tensor.default(functional.all_reduce.default(x, "sum", group_of(axis)))  # type: ignore[no-any-return]
 
 
+def _first_order(backward: Callable[[Any, Tensor], tuple[Any, ...]]) -> Callable[[Any, Tensor], tuple[Any, ...]]:
+    """The backward of an operator whose gradient has no gradient."""
+
+    def checked(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise Refused("collectives have no second derivatives", at="backward(create_graph=True)", fix="leave create_graph out")
+        return backward(ctx, grad)
+
+    return checked
+
+
 @torch.library.custom_op("tpcompile::reduce", mutates_args=())
 def _reduce(x: Tensor, axis: str) -> Tensor:
     check_bound(axis)
@@ -88,7 +101,7 @@ def _(x: Tensor, axis: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_reduce.register_autograd(lambda ctx, grad: (grad, None))
+_reduce.register_autograd(_first_order(lambda ctx, grad: (grad, None)))
 
 
 _library: Any = torch.library.Library("tpcompile", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -109,6 +122,7 @@ class _Identity(torch.autograd.Function):
         return _same(x)
 
     @staticmethod
+    @_first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return ctx.to_input(grad, *ctx.rest), None, None
 
@@ -193,7 +207,7 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return take(grad, ctx.dim, ranges), None, None, None
 
 
-_gather.register_autograd(_gather_backward, setup_context=_gather_setup)
+_gather.register_autograd(_first_order(_gather_backward), setup_context=_gather_setup)
 
 
 @torch.library.custom_op("tpcompile::local_slice", mutates_args=())
@@ -217,7 +231,7 @@ def _local_slice_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return spread(grad, ctx.dim, held_by(ctx.bounds, *place(ctx.axis)), ctx.whole), None, None, None
 
 
-_local_slice.register_autograd(_local_slice_backward, setup_context=_local_slice_setup)
+_local_slice.register_autograd(_first_order(_local_slice_backward), setup_context=_local_slice_setup)
 
 
 ops = torch.ops.tpcompile
