@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -258,6 +258,16 @@ def _held(factor: Factor, coordinate: int) -> Size:
         start, stop = factor.cut.ranges[coordinate]
         return stop - start
     return factor.size
+
+
+def concrete(layout: Layout, sizes: Mapping[sympy.Symbol, int]) -> Layout:
+    """A layout for given values of the symbols."""
+
+    def known(size: Size) -> Size:
+        return size if isinstance(size, int) else int(size.subs(sizes))
+
+    dims = tuple(tuple(tuple(Factor(known(f.size), f.cut) for f in segment) for segment in dim) for dim in layout.dims)
+    return Layout(dims, layout.partial)
 
 
 def bounds(dim: Dim, parts: int) -> list[int]:

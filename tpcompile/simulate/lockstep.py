@@ -20,22 +20,27 @@ Values = list[Any]
 """A value on every coordinate of the tensor axis."""
 
 
-def run(graph: fx.Graph, feed: Mapping[str, Values], parts: int, *, axis: str = "tp", device: torch.device | None = None) -> dict[str, Values]:
-    """Every node's values, by name; the graph's output stands under "output". `feed` gives the placeholders'."""
+def run(graph: fx.Graph, feed: Mapping[str, Values], parts: int, *, dropout: bool = False) -> dict[str, Values]:
+    """Every node's values, by name; the graph's output stands under "output". `feed` gives the placeholders'.
+
+    Without `dropout` nothing is dropped.
+    """
     values: dict[fx.Node, Values] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = feed[node.name]
         elif node.op == "output":
             values[node] = [fx.map_arg(node.args[0], lambda n, c=c: values[n][c]) for c in range(parts)]
-        elif (joint := JOINT.get(op_name(node))) is not None and node.args[1] == axis:
+        elif (joint := JOINT.get(op_name(node))) is not None:
             values[node] = list(joint(values[node.args[0]], *node.args[2:]))  # type: ignore[index]
+        elif op_name(node) == "tpcompile.dropout.default" and not dropout:
+            values[node] = values[node.args[0]]  # type: ignore[index]
         else:
-            values[node] = [_call(node, values, c, device) for c in range(parts)]
+            values[node] = [_call(node, values, coordinate) for coordinate in range(parts)]
     return {node.name: value for node, value in values.items()}
 
 
-def _call(node: fx.Node, values: Mapping[fx.Node, Values], coordinate: int, device: torch.device | None) -> Any:
+def _call(node: fx.Node, values: Mapping[fx.Node, Values], coordinate: int) -> Any:
     def local(argument: Any) -> Any:
         match argument:
             case fx.Node():
@@ -43,11 +48,9 @@ def _call(node: fx.Node, values: Mapping[fx.Node, Values], coordinate: int, devi
             case PerRank(numbers):
                 return numbers[coordinate]
             case list() | tuple():
-                return type(argument)(local(item) for item in argument) if type(argument) in (list, tuple) else [local(item) for item in argument]
+                return [local(item) for item in argument]
             case slice():
                 return slice(local(argument.start), local(argument.stop), local(argument.step))
-            case torch.device() if device is not None:
-                return device
         return argument
 
     args = [local(argument) for argument in node.args]

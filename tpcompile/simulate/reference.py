@@ -1,0 +1,77 @@
+"""The untouched model on one device: what everything is compared with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from tpcompile.passes._binding import arguments
+
+DROPS = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout)
+
+
+class NoDropout(TorchFunctionMode):
+    """Nothing is dropped, whatever the model's probabilities are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = dict(kwargs or {})
+        if func in DROPS:
+            return args[0] if args else given["input"]
+        if func is functional.scaled_dot_product_attention:
+            if "dropout_p" in given:
+                given["dropout_p"] = 0.0
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return func(*args, **given)
+
+
+class Reference:
+    """A copy of the user's model, trained beside the compiled one."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
+        self.model = copy.deepcopy(model)
+        self.model.zero_grad()
+        self._loss = loss
+
+    def step(self, batch: Mapping[str, Any]) -> tuple[Tensor, list[Any]]:
+        """One `loss.backward()` over the whole batch: the loss, and the output's leaves."""
+        args, kwargs = arguments(self.model, batch, with_loss=self._loss is not None)
+        with NoDropout():
+            outputs = self.model(*args, **kwargs)
+            loss = self._loss(outputs, batch) if self._loss else own_loss(outputs)
+        assert loss is not None
+        loss.backward()
+        return loss.detach(), [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(outputs)]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By every name, tied ones too."""
+        return dict(self.model.named_parameters(remove_duplicate=False))
+
+
+def own_loss(outputs: Any) -> Tensor | None:
+    """The scalar that an output holds as its loss, or is."""
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.dim() == 0 else None
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    return found if isinstance(found, Tensor) and found.dim() == 0 else None
+
+
+def weighted_sum(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
+    """A loss for models without one: all floating-point outputs times fixed weights, which are the same for every row."""
+    terms = [(leaf * _weights(leaf)).sum() for leaf in _floating(pytree.tree_leaves(outputs))]
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def _floating(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad]
+
+
+def _weights(output: Tensor) -> Tensor:
+    """cos(0), cos(1), … over the last dimension: irregular, and the same wherever they are computed."""
+    return torch.cos(torch.arange(output.shape[-1], device=output.device, dtype=output.dtype)) if output.dim() else output.new_ones(())

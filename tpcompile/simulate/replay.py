@@ -1,0 +1,166 @@
+"""All ranks of every stage and replica in this process: the numbers that a step would give on as many devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from tpcompile.collectives import held_by, take
+from tpcompile.driver import Compilation
+from tpcompile.errors import InputError
+from tpcompile.ir import Program
+from tpcompile.simulate.lockstep import Values, run
+
+Pieces = dict[str, list[Tensor]]
+"""A stage's parameters by qualified name: one local piece for every coordinate of the tensor axis."""
+
+
+def flatten(program: Program, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The batch's tensors by placeholder."""
+    found: dict[str, Tensor] = {}
+    for name, entry in program.inputs.items():
+        value: Any = batch
+        for part in entry.path.split("."):
+            value = value[int(part)] if isinstance(value, (tuple, list)) else value[part] if isinstance(value, Mapping) else getattr(value, part)
+        found[name] = value
+    return found
+
+
+def rows(program: Program, tensors: Mapping[str, Tensor], index: int, parts: int) -> dict[str, Tensor]:
+    """One of `parts` equal consecutive parts of the batch's rows; what has no rows stays as it is."""
+    made = {}
+    for name, tensor in tensors.items():
+        dim = program.inputs[name].batch_dim
+        if dim is None:
+            made[name] = tensor
+            continue
+        if tensor.shape[dim] % parts:
+            raise InputError(f"a batch of {tensor.shape[dim]} rows cannot be divided into {parts} equal parts", at="check", fix=f"use a multiple of {parts} rows")
+        made[name] = tensor.chunk(parts, dim)[index]
+    return made
+
+
+def structured(program: Program, tensors: Mapping[str, Tensor], batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with these tensors in their places."""
+    paths = {program.inputs[name].path: tensor for name, tensor in tensors.items()}
+
+    def rebuild(value: Any, path: str) -> Any:
+        if path in paths:
+            return paths[path]
+        if isinstance(value, Mapping):
+            return {key: rebuild(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(rebuild(item, f"{path}.{index}") for index, item in enumerate(value))
+        return value
+
+    made = rebuild(dict(batch), "")
+    assert isinstance(made, dict)
+    return made
+
+
+@dataclass
+class Replay:
+    """A compiled model's parameters on all ranks of one replica, and a step of them.
+
+    Replicas differ in their rows alone: their gradients are averaged into the one set of pieces, as the data-parallel engine does.
+    """
+
+    model: nn.Module
+    compilation: Compilation
+    dropout: bool = False
+    pieces: list[Pieces] = field(default_factory=list)  # for each stage
+    seed: int = 0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        state = dict(self.model.named_parameters(remove_duplicate=False))
+        cuts, tp = self.compilation.pieces(), self.compilation.mesh.tp
+        for stage in self.compilation.stages:
+            held: Pieces = {}
+            for name in stage.parameters.values():
+                values = []
+                for coordinate in range(tp):
+                    value = state[name].detach()
+                    if name in cuts:
+                        value = take(value, cuts[name][0], held_by(cuts[name][1], coordinate, tp))
+                    values.append(value.clone().requires_grad_(state[name].requires_grad))
+                held[name] = values
+            self.pieces.append(held)
+
+    def step(self, batch: Mapping[str, Any]) -> tuple[Tensor, list[tuple[Any, ...]]]:
+        """Forward and backward of a batch: the loss, and the outputs of every part of its rows. Gradients add up in the pieces."""
+        mesh, program = self.compilation.mesh, self.compilation.program
+        parts = mesh.dp * self.compilation.options.microbatches
+        tensors = flatten(program, batch)
+        counts = self.counts(tensors)
+        total, outputs = torch.zeros(()), []
+        for index in range(parts):
+            values = self.forward(rows(program, tensors, index, parts), counts, index)
+            returned = values[-1]["output"]
+            losses = [output[0] for output in returned]
+            torch.autograd.backward(losses, [torch.full_like(loss, 1 / mesh.dp) for loss in losses])
+            total = total + losses[0].detach() / mesh.dp
+            outputs.append(tuple(value.detach() for value in returned[0]))
+        self.tie()
+        self.steps += 1
+        return total, outputs
+
+    def forward(self, tensors: Mapping[str, Tensor], counts: Mapping[str, Tensor], index: int = 0) -> list[dict[str, Values]]:
+        """Every value of every stage on one part of the rows."""
+        tp, received = self.compilation.mesh.tp, dict[str, Values]()
+        made = []
+        for number, stage in enumerate(self.compilation.stages):
+            feed = self.feed(number, tensors, counts, index) | received
+            values = run(stage.graph, feed, tp, dropout=self.dropout)
+            received = {boundary.name: values[boundary.name] for boundary in stage.sends}
+            made.append(values)
+        return made
+
+    def feed(self, number: int, tensors: Mapping[str, Tensor], counts: Mapping[str, Tensor], index: int) -> dict[str, Values]:
+        stage, program, tp = self.compilation.stages[number], self.compilation.program, self.compilation.mesh.tp
+        key = torch.tensor([self.seed, self.steps, index])
+        given: dict[str, Tensor] = {**tensors, **counts, **program.constants, "rng_key": key}
+        given |= {placeholder: self.model.get_buffer(name) for placeholder, name in stage.buffers.items()}
+        feed: dict[str, Values] = {name: [given[name]] * tp for name in (*stage.inputs, *stage.buffers, *stage.constants)}
+        feed |= {placeholder: list(self.pieces[number][name]) for placeholder, name in stage.parameters.items()}
+        return feed
+
+    def counts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """N / dp of every mean loss."""
+        program, mesh = self.compilation.program, self.compilation.mesh
+        parts = mesh.dp * self.compilation.options.microbatches
+        return {count.name: counted(count.graph, self.model, program, tensors, parts) / mesh.dp for count in program.counts}
+
+    def tie(self) -> None:
+        """Sum the gradients of a parameter that several stages hold, as they do over their ranks."""
+        names = {name for held in self.pieces for name in held}
+        for name in names:
+            holders = [held[name] for held in self.pieces if name in held]
+            for same in zip(*holders, strict=True) if len(holders) > 1 else ():
+                grads = [piece.grad for piece in same if piece.grad is not None]
+                for piece in same if grads else ():
+                    piece.grad = torch.stack(grads).sum(0)
+
+    def optimizers(self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
+        """One optimizer for every rank of every stage."""
+        for held in self.pieces:
+            for coordinate in range(self.compilation.mesh.tp):
+                if mine := [pieces[coordinate] for pieces in held.values() if pieces[coordinate].requires_grad]:
+                    yield kind(mine, **settings)
+
+
+def counted(graph: fx.Graph | None, model: nn.Module, program: Program, tensors: Mapping[str, Tensor], parts: int) -> Tensor:
+    """N over all rows, part by part."""
+    if graph is None:
+        return torch.ones(())
+    names = [node.name for node in graph.find_nodes(op="placeholder")]
+    total = torch.zeros(())
+    for index in range(parts):
+        given = rows(program, tensors, index, parts)
+        values = [given[n] if n in given else program.constants[n] if n in program.constants else model.get_buffer(program.buffers[n]) for n in names]
+        total = total + torch.as_tensor(fx.Interpreter(fx.GraphModule({}, graph)).run(*values))
+    return total

@@ -1,0 +1,108 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far numbers may be apart. `loss` is absolute on the scale of a loss of 1 or more; `gradient` counts the model's largest gradient.
+
+    Where they come from: float64 leaves 1e-16 per operation, and a reduction over ranks adds in another order; a model that casts to
+    float32 inside leaves 1e-7 of that.
+    """
+
+    loss: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first value that differs from one device's, in the order of the program; a gradient in the order of backward."""
+
+    kind: str  # "parameter", "value" or "gradient"
+    name: str
+    error: float
+    stage: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} in stage {self.stage}, off by {self.error:.1e}" + (f", from {self.source}" if self.source else "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The compiled model beside the untouched one. Errors of gradients and parameters count the model's largest gradient."""
+
+    mesh: str
+    tolerance: Tolerance
+    loss: float
+    loss_error: float
+    output_error: float
+    grad_errors: Mapping[str, float]
+    parameter_errors: Mapping[str, float]
+    skipped: int = 0  # elements whose gradient is too small for the optimizer's step to be compared
+    capture_error: float = 0.0  # the captured graph beside the untouched model, before anything is cut
+    first_divergence: Divergence | None = None
+    notes: tuple[str, ...] = ()
+    parameter_tolerance: float = field(default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        worst = max([*self.grad_errors.values(), self.capture_error], default=0.0)
+        close = max(self.loss_error, self.output_error) <= self.tolerance.loss and worst <= self.tolerance.gradient
+        return close and max(self.parameter_errors.values(), default=0.0) <= self.parameter_tolerance
+
+    def to_json(self) -> str:
+        """All figures, as JSON."""
+        shown = {
+            "ok": self.ok,
+            "mesh": self.mesh,
+            "tolerance": vars(self.tolerance) | {"parameter": self.parameter_tolerance},
+            "loss": self.loss,
+            "loss_error": self.loss_error,
+            "output_error": self.output_error,
+            "capture_error": self.capture_error,
+            "grad_errors": dict(self.grad_errors),
+            "parameter_errors": dict(self.parameter_errors),
+            "skipped": self.skipped,
+            "first_divergence": vars(self.first_divergence) if self.first_divergence else None,
+            "notes": list(self.notes),
+        }
+        return json.dumps(shown, indent=2)
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"{'equal' if self.ok else 'DIFFERENT'} on {self.mesh}", title_justify="left")
+        for heading in ("compared", "worst error", "tolerance", "where"):
+            table.add_column(heading)
+        rows = [
+            ("captured graph, before it is cut", self.capture_error, self.tolerance.gradient, ""),
+            ("loss", self.loss_error, self.tolerance.loss, ""),
+            ("outputs", self.output_error, self.tolerance.loss, ""),
+            ("gradients", *_worst(self.grad_errors, self.tolerance.gradient)),
+            ("parameters after the step", *_worst(self.parameter_errors, self.parameter_tolerance)),
+        ]
+        for what, error, allowed, where in rows:
+            table.add_row(what, f"{error:.1e}", f"{allowed:.0e}", where, style="" if error <= allowed else "bold red")
+        if self.first_divergence:
+            table.add_row("first that differs", f"{self.first_divergence.error:.1e}", "", str(self.first_divergence), style="bold red")
+        for note in self.notes:
+            table.add_row("note", "", "", note)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=140, no_color=True)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+def _worst(errors: Mapping[str, float], allowed: float) -> tuple[float, float, str]:
+    name = max(errors, key=errors.__getitem__, default="")
+    return errors.get(name, 0.0), allowed, name
