@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,26 +14,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-
-try:
-    import tpcompile.driver
-    import tpcompile.passes.capture  # noqa: F401
-except ImportError:
-    stub = types.ModuleType("tpcompile.driver")
-    stub.lower = stub.Compilation = None
-    @dataclass(frozen=True)
-    class Options:
-        loss: Any
-        microbatches: int
-        split_batches: bool
-        schedule: str
-        data_parallel: str
-        overrides: Any
-    stub.Options = Options
-    sys.modules["tpcompile.driver"] = stub
-    stub = types.ModuleType("tpcompile.passes.capture")
-    stub.matches = None
-    sys.modules["tpcompile.passes.capture"] = stub
 
 from tpcompile.ir import Boundary, Count, Input, Program, Stage
 from tpcompile.layout import TensorType, symbol

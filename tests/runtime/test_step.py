@@ -52,7 +52,7 @@ def test_outputs_of_microbatches_are_joined() -> None:
 
 def test_outputs_without_rows() -> None:
     found = program(labels=False)
-    (name,) = outputs.returned(found)
+    (name,) = found.returned()
     whole = replace(found, types={**found.types, name: TensorType(torch.float32, (3,))})
     assert outputs.merge(whole, [(torch.ones(3),)] * 2)[0].shape == (3,)
     second = replace(found, types={**found.types, name: TensorType(torch.float32, (3, symbol("b")))})
