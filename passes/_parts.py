@@ -41,7 +41,8 @@ def layer_of(path: str, layers: Iterable[str]) -> str:
 def arrange(stage: Stage, paths: Mapping[str, str], layers: Sequence[str]) -> tuple[Part, ...]:
     """Gather each layer's nodes into one part; a layer whose nodes cannot run in one go stays in the root, node by node.
 
-    A layer that takes part with nothing but values of the inputs (a mask that another stage's layer made first) stays in the root too.
+    What depends on inputs alone stays in the root too, if more than one layer needs it (a size, or a mask that the first layer made),
+    or if it is all that a layer does here.
     """
     nodes = live(stage.graph)
     for node in stage.graph.nodes:
@@ -49,7 +50,11 @@ def arrange(stage: Stage, paths: Mapping[str, str], layers: Sequence[str]) -> tu
             raise VerifyError(f"{node.name} changes its input in place, so the order of operations is not free", at=str(node.target))
     place = {node: index for index, node in enumerate(nodes)}
     home = _homes(nodes, place, paths, layers)
-    learned, first = _learned(stage, nodes), dict(home)
+    learned = _learned(stage, nodes)
+    for node in reversed(nodes):
+        if node not in learned and any(home.get(user, "") != home[node] for user in node.users):
+            home[node] = ""
+    first = dict(home)
     for layer in layers:
         members = [node for node in nodes if home[node] == layer]
         between = _between(nodes, place, members)

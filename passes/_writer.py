@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from tpcompile.passes._parts import Part
 from tpcompile.passes._source import RESERVED, Scope, argument_comment, expression, has_device, origin, site_of, statement, stem, type_text
 from tpcompile.passes._tree import Tree, attribute, constructor, numbered
 
-_HEAD = '''"""Stage {index} of {count}, made by tpcompile. Parameters and buffers are empty until their values are loaded, by name.
+_HEAD = '''"""Stage {index} of {count}, made by tpcompile. Parameters and buffers are empty until their values are loaded, by name.{needs}
 
 {shapes}
 """
@@ -48,7 +49,9 @@ def write(stage: Stage, parts: Sequence[Part], tree: Tree, twins: Mapping[str, s
     body = "\n\n".join([*(_class(name, numbered(writer.layers[name]), text) for text, name in writer.classes.items()), root])
     imports = [f"import {name}" for name in ("math", "operator") if f"{name}." in body]
     ours = ["\nfrom tpcompile import collectives"] if "collectives." in body else []
-    head = _HEAD.format(index=stage.index, count=about.stages, shapes=_CUT if about.layouts else _WHOLE)
+    foreign = sorted(set(re.findall(r"torch\.ops\.(\w+)\.", body)))
+    needs = f" Operators of {', '.join(foreign)} have to be registered before." if foreign else ""
+    head = _HEAD.format(index=stage.index, count=about.stages, needs=needs, shapes=_CUT if about.layouts else _WHOLE)
     lines = [head, *imports, *([""] if imports else []), "import torch", "from torch import nn", *ours, "\naten = torch.ops.aten\n\n"]
     return "\n".join(lines) + "\n" + body
 
@@ -175,8 +178,7 @@ class _Writer:
             if node is None:
                 lines.append(self._call(part, calls[part], scope, dead))  # type: ignore[index]
                 continue
-            sources = self.about.program.sources
-            where = origin(sources.get(node.name) or sources.get(self.about.origins.get(node.name, "")))
+            where = self._origin(node)
             if where and where != said:
                 lines.append(where)
                 said = where
@@ -191,6 +193,12 @@ class _Writer:
         arguments = ", ".join(scope.names[source] for source in call.arguments)
         target = ", ".join(scope.name(result, result.name) for result in call.results)
         return statement(target, f"{attribute(self.tree, part.layer)}({arguments})", dead, "")
+
+    def _origin(self, node: fx.Node) -> str:
+        """The user's line; for what a pass added, its value's, but for our operators: their value's may be in another layer."""
+        sources = self.about.program.sources
+        ours = getattr(node.target, "namespace", "") == "tpcompile"
+        return origin(sources.get(node.name) or sources.get("" if ours else self.about.origins.get(node.name, "")))
 
     def _comment(self, node: fx.Node) -> str:
         value = self.about.origins.get(node.name, node.name)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from exported import copied, program_of, stage_of
 from torch import Tensor, fx, nn
 
 from tpcompile import collectives
-from tpcompile.ir import PerRank, Program, Source, Stage
+from tpcompile.ir import PerRank, Program, Stage
 from tpcompile.mesh import Mesh
 from tpcompile.passes.emit import RankProgram, emit
 
@@ -117,9 +116,3 @@ def agrees_with_eager(rank: int, size: int, group: str) -> None:
                 assert name in program.unused and parameter.grad is None
             else:
                 assert torch.allclose(parameter.grad, program.parameters[name].of(expected), atol=1e-12), name  # type: ignore[arg-type]
-
-
-def with_paths(program: Program, paths: dict[str, str], layers: Sequence[str]) -> Program:
-    """The program with other module paths for some nodes."""
-    changed = {name: Source("model.py", 1, "", path) for name, path in paths.items()}
-    return replace(program, sources={**program.sources, **changed}, layers=tuple(layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import emit_models
@@ -16,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from tpcompile import collectives
 from tpcompile.errors import TpcompileError, VerifyError
+from tpcompile.ir import Source
 from tpcompile.layout import Layout
 from tpcompile.mesh import Mesh
 from tpcompile.passes.emit import Piece, RankProgram, emit
@@ -172,6 +174,17 @@ def test_layers_that_are_called_again(order: tuple[int, ...], called: list[int])
     made = emit([stage_of(program, program.graph)], program, model, {}, Mesh(), 0)
     compare(model, made, inputs)
     assert [index for index in range(2) if f"self.steps[{index}](" in made.source] == called
+
+
+def test_what_several_layers_need_is_made_once_in_the_root() -> None:
+    """A mask that the first layer made does not make it unlike the others, and no layer hands it on."""
+    model = tiny()
+    program = tiny_program(model)
+    first = {name: Source("model.py", 1, "", "h.0") for name in ("arange", "remainder", "ne", "unsqueeze", "to")}
+    program = replace(program, sources={**program.sources, **first})
+    made = emit([stage_of(program, program.graph)], program, model, {}, Mesh(), 0)
+    compare(model, made, batch())
+    assert made.source.count("class ") == 2 and "add = self.h[0](mul, to)" in made.source
 
 
 def test_sites_of_dropout_do_not_make_layers_unequal() -> None:
