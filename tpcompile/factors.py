@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import sympy
 
-from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Segment, Size, canonical, cut_factors, product, same_dim, size_of, whole_dim
+from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Segment, Size, canonical, cut_factors, product, same_dim, size_of, tidy, whole_dim
 
 
 class LayoutError(Exception):
@@ -90,15 +90,18 @@ def _regroup(ins: list[Dim], shape: list[Size]) -> list[Dim]:
     for size in shape:
         taken, factors = _take(factors, size)
         dims.append((taken,))
+    for factor in (*factors, *(f for dim in ins if size_of(dim) == 1 for f in cut_factors(dim))):
+        if isinstance(factor.cut, Cut) and any(held != (0, 1) for held in factor.cut.ranges):
+            raise LayoutError(f"a view drops {factor}")
     return dims
 
 
 def _one_segment(dim: Dim) -> Segment:
     """A dimension as one segment: equal segments in a row are a leading whole factor."""
     segments = canonical(dim)
-    if any(segment != segments[0] for segment in segments):
+    if len(segments) > 1:
         raise LayoutError("a view regroups a dimension made of unlike parts")
-    return ((Factor(len(segments)),) if len(segments) > 1 else ()) + segments[0]
+    return segments[0]
 
 
 def _take(factors: list[Factor], size: Size) -> tuple[Segment, list[Factor]]:
@@ -138,7 +141,7 @@ def _split_factor(factor: Factor, size: Size) -> tuple[Factor, Factor]:
 
 def concatenate(dims: Sequence[Dim]) -> Dim:
     """Dimensions put one behind the other."""
-    return canonical(tuple(segment for dim in dims for segment in dim))
+    return tidy(tuple(segment for dim in dims for segment in dim))
 
 
 def divide(dim: Dim, sizes: Sequence[Size]) -> list[Dim]:
@@ -147,7 +150,7 @@ def divide(dim: Dim, sizes: Sequence[Size]) -> list[Dim]:
         return [dim]
     if not cut_factors(dim):
         return [whole_dim(size) for size in sizes]
-    segments = list(_unfold(canonical(dim), sizes))
+    segments = [part for segment in canonical(dim) for part in _unfold(segment)]
     parts: list[Dim] = []
     for size in sizes:
         part: list[Segment] = []
@@ -167,12 +170,11 @@ def divide(dim: Dim, sizes: Sequence[Size]) -> list[Dim]:
     return parts
 
 
-def _unfold(dim: Dim, sizes: Sequence[Size]) -> Dim:
-    """A segment with a leading whole factor as that many equal segments, where parts of these sizes need it."""
-    if len(dim) > 1 or dim[0][0].cut is not None or len(dim[0]) == 1:
-        return dim
-    count, inner = dim[0][0].size, dim[0][1:]
-    return tuple(inner for _ in range(int(count))) if isinstance(count, int) and count <= 64 else dim
+def _unfold(segment: Segment) -> list[Segment]:
+    """A segment with a leading whole factor as that many equal segments."""
+    if segment[0].cut is None and len(segment) > 1 and isinstance(segment[0].size, int):
+        return [segment[1:]] * segment[0].size
+    return [segment]
 
 
 def join(first: Dim, second: Dim) -> Dim:

@@ -112,7 +112,7 @@ class Layout:
         if not match:
             raise TpcompileError(f"not a layout: {text!r}")
         inside, partial = match[1], tuple(match[2].replace("+", "").split())
-        dims = re.split(r",\s*(?![^{]*})", inside) if inside else []
+        dims = re.split(r",\s*(?![^{]*})(?![^(]*\))", inside) if inside else []
         return cls(tuple(_parse_dim(dim, parts) for dim in dims), partial)
 
 
@@ -125,12 +125,14 @@ def _parse_dim(text: str, parts: int) -> Dim:
 
 
 def _parse_factor(text: str, parts: int) -> Factor:
-    match = re.fullmatch(r"([\w*+\-() /]+?)(?:@(\w+)(?:\{([^}]*)\})?)?", text)
+    match = re.fullmatch(r"([\w*+\-(), /]+?)(?:@(\w+|\?\d+~?)(?:\{(\d+:\d+(?:, \d+:\d+)*)\})?)?", text)
     if not match:
         raise TpcompileError(f"not a factor: {text!r}")
-    size: Size = int(match[1]) if match[1].isdigit() else sympy.sympify(match[1], locals=_Symbols())
+    size = _parse_size(match[1])
     if match[2] is None:
         return Factor(size)
+    if match[2].startswith("?"):
+        return Factor(size, Open(int(match[2].strip("?~")), shared=match[2].endswith("~")))
     if match[3] is None:
         ranges = tuple((i * size // parts, (i + 1) * size // parts) for i in range(parts))
     else:
@@ -138,11 +140,13 @@ def _parse_factor(text: str, parts: int) -> Factor:
     return Factor(size, Cut(match[2], ranges))
 
 
-class _Symbols(dict[str, sympy.Symbol]):
-    """Every name is a positive whole number."""
-
-    def __missing__(self, name: str) -> sympy.Symbol:
-        return symbol(name)
+def _parse_size(text: str) -> Size:
+    """A number, or an expression in which every name is a symbol but those of functions."""
+    if text.isdigit():
+        return int(text)
+    names = re.findall(r"[A-Za-z_]\w*(?![\w(])", text)
+    expression: sympy.Expr = sympy.sympify(text, locals={name: symbol(name) for name in names})
+    return expression
 
 
 def symbol(name: str) -> sympy.Symbol:
@@ -172,11 +176,10 @@ def cut_factors(dim: Dim) -> list[Factor]:
     return [factor for segment in dim for factor in segment if factor.cut is not None]
 
 
-def canonical(dim: Dim) -> Dim:
-    """The one spelling of a dimension: what two layouts are compared by.
+def tidy(dim: Dim) -> Dim:
+    """A dimension without needless parts: size-1 factors dropped, a factor and the whole one after it as one, whole neighbours as one.
 
-    Size-1 factors are dropped, a factor and the whole one after it are one factor, and whole segments that follow each other are one.
-    Ranges count elements of the merged factor, so that 4 heads of 16 and 64 single columns are equal only if their pieces are.
+    Ranges count elements of the merged factor.
     """
     segments: list[Segment] = []
     for segment in dim:
@@ -186,6 +189,23 @@ def canonical(dim: Dim) -> Dim:
         else:
             segments.append(merged)
     return tuple(segments)
+
+
+def canonical(dim: Dim) -> Dim:
+    """The one spelling of a dimension: what two layouts are compared by.
+
+    `tidy`, and equal segments in a row are one with a leading factor: q, k and v stacked are 3·4@tp·16. So 4 heads of 16 and 64 single
+    columns are equal only if their pieces are.
+    """
+    runs: list[tuple[Size, Segment]] = []
+    for segment in tidy(dim):
+        leading = segment[0].cut is None and len(segment) > 1
+        count, core = (segment[0].size, segment[1:]) if leading else (1, segment)
+        if runs and runs[-1][1] == core and any(f.cut for f in core):
+            runs[-1] = (runs[-1][0] + count, core)
+        else:
+            runs.append((count, core))
+    return tuple(core if count == 1 else (Factor(count), *core) for count, core in runs)
 
 
 def _merge_factors(segment: Segment) -> Segment:
