@@ -130,5 +130,5 @@ def _check(args: argparse.Namespace) -> int:
     if args.dtype:
         model.to(getattr(torch, args.dtype))
     report = tpcompile.check(model, args.mesh, batch, microbatches=args.microbatches)
-    print(report.json() if args.json else report)
+    print(report.to_json() if args.json else report)
     return 0 if report.ok else 1

@@ -16,13 +16,18 @@ from tpcompile.mesh import Mesh
 from tpcompile.simulate import check
 
 
-def assert_parity(model: nn.Module, mesh: Mesh | DeviceMesh | str, batch: Mapping[str, Any], **options: Any) -> None:
+def assert_parity(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh | str,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
     """Compare every rank's program with the untouched model: loss, outputs, every gradient, every parameter after a step.
 
     Runs in this process; needs no launcher and no GPU. `options` are those of `tpcompile.check`. Raises AssertionError with the table
     of what differs and the first value that does.
     """
     __tracebackhide__ = True
-    report = check(model, mesh, batch, **options)
+    report = check(model, mesh, example_inputs, **options)
     if not report.ok:
         raise AssertionError(f"the compiled model differs on {Mesh.of(mesh)}\n{report}")

@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tpcompile.cost import all_flops, evaluate
 from tpcompile.driver import Compilation
 from tpcompile.inspect.fold import fold, spell, split_layer
 from tpcompile.inspect.traffic import traffic
@@ -29,8 +30,9 @@ def explain(compilation: Compilation, width: int = WIDTH) -> str:
     """
     console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as capture:
-        for part in (_mesh(compilation.mesh), _regions(compilation), _whole(compilation), _stages(compilation)):
-            console.print(part, end="\n\n")
+        for part in (_mesh(compilation.mesh), *_cuts(compilation), _stages(compilation), *_shared(compilation)):
+            console.print(part)
+            console.print()
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n") + "\n"
 
 
@@ -40,10 +42,16 @@ def _mesh(mesh: Mesh) -> RenderableType:
     return Text(f"mesh  {mesh}: {mesh.size} rank{'s' * (mesh.size > 1)}, {sizes}")
 
 
+def _cuts(compilation: Compilation) -> Iterator[RenderableType]:
+    if compilation.mesh.tp == 1:
+        yield Text("one tensor rank: every weight is whole")
+        return
+    yield _regions(compilation) if compilation.plan.regions else Text("nothing is cut")
+    yield _whole(compilation) if compilation.plan.whole else Text("no weight is left whole")
+
+
 def _regions(compilation: Compilation) -> RenderableType:
     plan, program = compilation.plan, compilation.program
-    if not plan.regions:
-        return Text("nothing is cut")
     sent = traffic(compilation.local)
 
     def counts(region: Region, way: int) -> str:
@@ -74,15 +82,13 @@ def _weights(region: Region, program: Program) -> tuple[str, ...]:
 
 def _whole(compilation: Compilation) -> RenderableType:
     plan, program = compilation.plan, compilation.program
-    if not plan.whole:
-        return Text("no weight is left whole")
 
     def like(left: Left) -> tuple[object, ...]:
         return re.sub(r"_\d+", "", left.reason), str(left.source)
 
     table = _table("left whole", "because", "at")
     for name, left in fold(plan.whole, lambda item: item.name, like, program.layers):
-        table.add_row(name, left.reason, _code(left.source) if left.source else "")
+        table.add_row(name, left.reason, Text(_code(left.source) if left.source else "", no_wrap=True, overflow="ellipsis"))
     return table
 
 
@@ -93,23 +99,45 @@ def _code(source: Source) -> str:
 
 
 def _stages(compilation: Compilation) -> RenderableType:
-    """Layers and parameters of every stage, and how even the stages are."""
-    program, tp = compilation.program, compilation.mesh.tp
-    model = sum(_elements(program, {}, program.parameters, 0))
-    table = _table("stage", "layers", "parameters", "of the model", *(f"tp {place}" for place in range(tp)), right=range(2, 4 + tp))
-    layouts = compilation.local.layouts
-    for stage in compilation.stages:
+    """Layers, compute and parameters of every stage: how even the stages are, and what each rank holds."""
+    program, tp, layouts = compilation.program, compilation.mesh.tp, compilation.local.layouts
+    flops, sizes = _flops(compilation)
+    named = ["stage", "layers", "compute" + sizes, "parameters", *(f"on tp {place}" for place in range(tp) if tp > 1)]
+    table = _table(*named, right=range(2, len(named)))
+    for stage, cost in zip(compilation.stages, flops, strict=True):
+        held = [sum(_elements(program, layouts, stage.parameters, place)) for place in range(tp) if tp > 1]
         whole = sum(_elements(program, {}, stage.parameters, 0))
-        held = [sum(_elements(program, layouts, stage.parameters, place)) for place in range(tp)]
-        share = f"{whole / model:.1%}" if model else "–"
-        table.add_row(str(stage.index), _layers(stage, program), f"{whole:,}", share, *(f"{count:,}" for count in held))
+        share = f"{cost / max(sum(flops), 1):.1%}"
+        table.add_row(str(stage.index), _layers(stage, program), share, *(f"{count:,}" for count in (whole, *held)))
     return table
 
 
+def _shared(compilation: Compilation) -> Iterator[RenderableType]:
+    """The weights that several stages use."""
+    holders: dict[str, list[int]] = {}
+    for stage in compilation.stages:
+        for name in stage.parameters.values():
+            holders.setdefault(name, []).append(stage.index)
+    for name, stages in holders.items():
+        if len(stages) > 1:
+            yield Text(f"{name} is on stages {', '.join(map(str, stages))}: its gradients are summed")
+
+
+def _flops(compilation: Compilation) -> tuple[list[int], str]:
+    """Forward FLOPs of every stage, of one row and 128 positions where sizes are open; and a word on these."""
+    program, origins = compilation.program, compilation.local.origins
+    rows = {(name, given.batch_dim) for name, given in program.inputs.items()}
+    sizes = {symbol: 1 if place in rows else 128 for symbol, place in program.symbols.items()}
+    costs = {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
+    word = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
+    stages = [sum(costs.get(origins.get(node.name, node.name), 0) for node in stage.graph.nodes) for stage in compilation.stages]
+    return stages, f" at {word}" if word else ""
+
+
 def _layers(stage: Stage, program: Program) -> str:
-    """The layers whose nodes a stage runs."""
-    paths = [program.sources[node.name].path for node in stage.graph.nodes if node.name in program.sources]
-    held = dict.fromkeys(layer for path in paths if (layer := split_layer(path, program.layers)[0]))
+    """The layers that a stage runs."""
+    calls = [node.name for node in stage.graph.nodes if node.op == "call_function" and node.name in program.sources]
+    held = dict.fromkeys(layer for name in calls if (layer := split_layer(program.sources[name].path, program.layers)[0]))
     return spell(held) or "–"
 
 
