@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tpcompile.errors import InputError, TpcompileError, caller, several
+from tpcompile.errors import InputError, TpcompileError, several
+from tpcompile.passes._call import PLAIN, Arguments
+from tpcompile.passes._reasons import user_line
 
 Batch = Mapping[str, Any]
 
@@ -30,7 +33,7 @@ def bind_example(model: nn.Module, example: Sequence[Any] | Mapping[str, Any]) -
         raise InputError(
             f"{len(example)} example inputs for {len(names)} positional arguments",
             at=signature(model),
-            source=caller(),
+            source=user_line(),
             fix=f"pass at most {len(names)}, or a dict" if names else "pass a dict",
         )
     return dict(zip(names, example, strict=False))
@@ -39,7 +42,7 @@ def bind_example(model: nn.Module, example: Sequence[Any] | Mapping[str, Any]) -
 def check_names(model: nn.Module, batch: Batch, *, with_loss: bool) -> None:
     """Whether forward can be called with a batch. Raises InputError that names what is missing and what does not belong."""
     parameters = inspect.signature(model.forward).parameters
-    at, line = signature(model), caller()
+    at, line = signature(model), user_line()
     problems: list[TpcompileError] = []
     spare = [name for name, p in parameters.items() if p.kind in NAMED and name not in batch]
     if not with_loss and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -48,14 +51,19 @@ def check_names(model: nn.Module, batch: Batch, *, with_loss: bool) -> None:
                 near = difflib.get_close_matches(name, spare, n=1)
                 fix = f"rename it to {near[0]!r}, or leave it out" if near else "leave it out, or pass loss= that reads it"
                 problems.append(InputError(f"forward takes no {name!r}", at=at, source=line, fix=fix))
+    for path, leaf in leaves(batch)[0]:
+        if not isinstance(leaf, (Tensor, *PLAIN, Enum)):
+            fix = "pass tensors, or make its type known with torch.utils._pytree.register_pytree_node"
+            problems.append(InputError(f"{path!r} is a {type(leaf).__name__}, which may hold tensors", at=at, source=line, fix=fix))
     for name in spare:
         if parameters[name].default is inspect.Parameter.empty:
-            problems.append(InputError(f"forward needs {name!r}, which the batch does not have", at=at, source=line, fix=f"add {name!r} to the batch"))
+            what = f"forward needs {name!r}, which the batch does not have"
+            problems.append(InputError(what, at=at, source=line, fix=f"add {name!r} to the batch"))
     if error := several(problems):
         raise error
 
 
-def arguments(model: nn.Module, batch: Batch, *, with_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(model: nn.Module, batch: Batch, *, with_loss: bool) -> Arguments:
     """What forward is called with: with a loss, names that forward does not list are for the loss alone."""
     parameters = inspect.signature(model.forward).parameters
     first = [name for name, p in parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY and name in batch]
@@ -69,7 +77,7 @@ def signature(model: nn.Module) -> str:
     """ "Tiny.forward(input_ids, labels=None)" """
     shown = []
     for name, p in inspect.signature(model.forward).parameters.items():
-        stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(p.kind, "")
+        stars = "*" if p.kind is inspect.Parameter.VAR_POSITIONAL else "**" if p.kind is inspect.Parameter.VAR_KEYWORD else ""
         shown.append(f"{stars}{name}" if p.default is inspect.Parameter.empty else f"{name}={p.default!r}")
     return f"{type(model).__name__}.forward({', '.join(shown)})"
 

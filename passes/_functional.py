@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from tpcompile.passes._export import refuse
 from tpcompile.passes._origin import source_of
+from tpcompile.passes._reasons import refuse
 from tpcompile.passes._views import copied, like, schema_name, typed, undo
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ class _Functionalizer:
         storage = node.meta.get("storage")
         if storage is not None and node.op == "call_function" and schema_name(node) not in COPIES:
             places = [operand for operand in node.all_input_nodes if operand.meta.get("storage") == storage]
-            if places:
+            if places and (isinstance(places[0].meta["val"], Tensor) or places[0] in self.parent):  # else values made together, no views
                 self.parent[node] = self._resolve(places[0])
         self.value[node] = node
         self.version[node] = self.writes.setdefault(self._root(node), 0)

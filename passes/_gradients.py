@@ -18,9 +18,9 @@ def connected(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
     """The values that depend on one of the seeds so that a gradient could reach it."""
     found = set(seeds)
     for node in graph.nodes:
-        if node.op == "call_function" and schema_name(node) not in ("aten::detach", "aten::detach_") and _is_float(node.meta.get("val")):
-            if any(operand in found for operand in node.all_input_nodes):
-                found.add(node)
+        stops = node.op != "call_function" or schema_name(node) in ("aten::detach", "aten::detach_") or not _is_float(node.meta.get("val"))
+        if not stops and any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
     return found
 
 
@@ -40,7 +40,7 @@ def stop_gradients(graph: fx.Graph, seeds: Iterable[fx.Node]) -> None:
             continue
         if schema_name(node) == "aten::detach":
             if node.args[0] not in found:
-                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
             continue
         if not _is_float(node.meta.get("val")) or not any(operand in found for operand in node.all_input_nodes):
@@ -58,11 +58,11 @@ def drop_copies(graph: fx.Graph) -> None:
     """Constants are read as they are: nothing writes to them any more. Empty pieces of a cat go, as those of a cache that starts empty."""
     for node in list(graph.nodes):
         if schema_name(node) == "aten::lift_fresh_copy":
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif schema_name(node) == "aten::cat":
-            pieces = list(node.args[0])  # type: ignore[arg-type]
+            pieces = list(node.args[0])
             kept = [piece for piece in pieces if tuple(piece.meta["val"].shape) != (0,)]
-            if len(kept) == 1 and len(pieces) > 1 and kept[0].meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
-                node.replace_all_uses_with(kept[0])  # type: ignore[arg-type]
+            if len(kept) == 1 and len(pieces) > 1 and kept[0].meta["val"].dtype == node.meta["val"].dtype:
+                node.replace_all_uses_with(kept[0])
                 graph.erase_node(node)

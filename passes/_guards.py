@@ -40,7 +40,7 @@ def _shape_env(exported: ExportedProgram) -> ShapeEnv | None:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, Tensor) else ():
             if isinstance(size, torch.SymInt):
-                return size.node.shape_env  # type: ignore[no-any-return]
+                return size.node.shape_env
     return None
 
 
@@ -60,18 +60,19 @@ def matches(program: Program, batch: Mapping[str, Any], model: nn.Module) -> boo
     if tensors.keys() != {i.path for i in program.inputs.values()} or rest != guards.leaves:
         return False
     given = {name: tensors[i.path] for name, i in program.inputs.items()}
-    values = {s: given[name].shape[dim] if dim < given[name].ndim else 0 for s, (name, dim) in program.symbols.items()}
+    values: dict[Any, Any] = {s: given[name].shape[dim] if dim < given[name].ndim else 0 for s, (name, dim) in program.symbols.items()}
     return all(_fits(program.types[name], tensor, values) for name, tensor in given.items()) and _hold(guards, values)
 
 
-def _fits(kind: Any, tensor: Tensor, values: Mapping[sympy.Symbol, int]) -> bool:
+def _fits(kind: Any, tensor: Tensor, values: dict[Any, Any]) -> bool:
     assert isinstance(kind, TensorType)
     if tensor.dtype != kind.dtype or tensor.ndim != len(kind.shape):
         return False
-    return all((size if isinstance(size, int) else size.subs(values)) == given for size, given in zip(kind.shape, tensor.shape, strict=True))
+    sizes = [size if isinstance(size, int) else size.subs(values) for size in kind.shape]
+    return sizes == list(tensor.shape)
 
 
-def _hold(guards: Guards, values: Mapping[sympy.Symbol, int]) -> bool:
+def _hold(guards: Guards, values: dict[Any, Any]) -> bool:
     for name, value in values.items():
         low, high = guards.ranges.get(name, (2, None))
         if value < low or (high is not None and value > high):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tpcompile.passes._export import refuse
+from tpcompile.ir import Source
 from tpcompile.passes._origin import source_of
+from tpcompile.passes._reasons import refuse
 
 GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -60,19 +61,20 @@ class Flattener:
         raise AssertionError("a graph without an output")
 
     def _inline(self, node: fx.Node, new: dict[fx.Node, Any], *, grad: bool) -> Any:
+        operands: tuple[Any, ...] = node.args
         if node.target is GRAD:
-            grad, body, *args = node.args  # type: ignore[assignment]
+            grad, body, *args = operands
         elif node.target is AUTOCAST:
-            device, dtype, enabled, _, body, *args = node.args
+            device, dtype, enabled, _, body, *args = operands
             if enabled:
                 refuse(
-                    f"the model turns autocast to {str(dtype).removeprefix('torch.')} on for {device}: its casts cannot be captured",
-                    source_of(node),
-                    "cast with .to(dtype) where it is needed, or leave autocast out",
+                    f"autocast to {str(dtype).removeprefix('torch.')} is turned on for {device} in forward: its casts cannot be captured",
+                    _first_source(new[body]),
+                    "cast with .to(dtype) where it is needed, and leave autocast out",
                 )
         else:
-            refuse(f"the model uses {node.target}, which holds a graph of its own", source_of(node), "write this part with plain operations")
-        module = new[body]  # type: ignore[index]
+            refuse(f"forward uses {node.target}, which holds a graph of its own", source_of(node), "write this part with plain operations")
+        module = new[body]
         inner = dict(zip(module.graph.find_nodes(op="placeholder"), fx.node.map_arg(args, new.__getitem__), strict=True))
         for placeholder, outer in inner.items():
             self._same_storage(placeholder, outer)
@@ -84,10 +86,15 @@ class Flattener:
             value = value[0]  # the pieces of a split
         if not isinstance(value, Tensor):
             return None
-        own = value.untyped_storage()._cdata
+        own: int = value.untyped_storage()._cdata
         return self._storages.get(own, own)
 
     def _same_storage(self, node: fx.Node, new: Any) -> None:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and isinstance(new, fx.Node) and new.meta["storage"] is not None:
             self._storages[value.untyped_storage()._cdata] = new.meta["storage"]
+
+
+def _first_source(module: fx.GraphModule) -> Source | None:
+    """The line of a region's first operation: the region itself has none."""
+    return next((source for node in module.graph.nodes if (source := source_of(node))), None)

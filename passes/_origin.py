@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
 from torch import fx, nn
 
 from tpcompile.ir import Source
+from tpcompile.passes._reasons import is_user_file
 
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
-TORCH = Path(torch.__file__).parent
 ROOT = "model"  # what the wrapper that is exported calls the user's model
 
 
@@ -22,7 +21,7 @@ def source_of(node: fx.Node) -> Source | None:
     frames = list(FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:
         return None
-    own = [frame for frame in frames if TORCH not in Path(frame["file"]).parents]
+    own = [frame for frame in frames if is_user_file(frame["file"])]
     frame = (own or frames)[-1]
     return Source(Path(frame["file"]).name, int(frame["line"]), frame["code"].strip(), path_of(node))
 

@@ -29,11 +29,12 @@ class Symbols:
     def size(self, value: Any) -> Size:
         """A size in our symbols. What export knows no symbol for (a number of values that are not zero) keeps its name."""
         if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return value  # type: ignore[no-any-return]
+            plain: Size = value
+            return plain
         expression = value.node.expr
         unknown = {s: symbol(s.name) for s in expression.free_symbols if s not in self.names}
-        found = expression.xreplace({**self.names, **unknown})
-        return int(found) if found.is_Integer else found  # type: ignore[no-any-return]
+        found: sympy.Expr = expression.xreplace({**self.names, **unknown})
+        return int(found) if found.is_Integer else found
 
     def type(self, value: Any) -> Type | None:
         match value:
@@ -52,9 +53,9 @@ def name_symbols(examples: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) ->
     """Name the symbolic sizes of inputs, given export's `shapes` of them and the examples' own."""
     firsts = [example.shape[0] for example in examples if example.ndim]
     rows = Counter(firsts).most_common(1)[0][0] if firsts else None
-    inner = {size.node.expr for shape in shapes for size in shape[1:] if isinstance(size, torch.SymInt)}
+    inner = {str(size) for shape in shapes for size in shape[1:] if isinstance(size, torch.SymInt)}
     batch_dims = tuple(
-        0 if example.ndim and example.shape[0] == rows and not (isinstance(shape[0], torch.SymInt) and shape[0].node.expr in inner) else None
+        0 if example.ndim and example.shape[0] == rows and str(shape[0]) not in inner else None
         for example, shape in zip(examples, shapes, strict=True)
     )
     names: dict[sympy.Symbol, sympy.Symbol] = {}

@@ -10,14 +10,11 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 
-RESHAPES = frozenset(
-    f"aten::{name}"
-    for name in ("_unsafe_view", "flatten", "reshape", "squeeze", "squeeze_", "unflatten", "unsqueeze", "unsqueeze_", "view", "view_as", "reshape_as")
-)
+RESHAPES = {"_unsafe_view", "flatten", "reshape", "reshape_as", "squeeze", "squeeze_", "unflatten", "unsqueeze", "unsqueeze_", "view"}
 """Views with the same elements in the same order."""
 
-SAME = frozenset(f"aten::{name}" for name in ("alias", "contiguous", "detach", "detach_", "dropout", "expand", "to", "type_as", "_to_copy", "feature_dropout"))
-"""Views of the whole where they are views at all, in the same order."""
+SAME = {"_to_copy", "alias", "contiguous", "detach", "detach_", "dropout", "expand", "feature_dropout", "to", "type_as"}
+"""Views of the whole, where they are views at all."""
 
 
 def schema_name(node: fx.Node) -> str:
@@ -53,7 +50,7 @@ def sizes(graph: fx.Graph, node: fx.Node) -> list[Any]:
 
 def undo(graph: fx.Graph, view: fx.Node, whole: fx.Node, new: fx.Node) -> fx.Node | None:
     """`whole` with the part that `view` shows replaced by `new`; None where this is not known. `view` has its own operands still."""
-    name, value = schema_name(view), whole.meta["val"]
+    name, value = schema_name(view).removeprefix("aten::"), whole.meta["val"]
     if view.target is operator.getitem:
         return _undo_piece(graph, view, whole, new)
     if name in SAME and [str(n) for n in view.meta["val"].shape] == [str(n) for n in value.shape] and view.meta["val"].dtype == value.dtype:
@@ -61,23 +58,23 @@ def undo(graph: fx.Graph, view: fx.Node, whole: fx.Node, new: fx.Node) -> fx.Nod
     if name in RESHAPES:
         return like(graph, new, aten.reshape.default, (new, sizes(graph, whole)), {}, value)
     match name:
-        case "aten::slice":
+        case "slice":
             where = [argument(view, key) for key in ("dim", "start", "end", "step")]
             return like(graph, new, aten.slice_scatter.default, (whole, new, *where), {}, value)
-        case "aten::select":
+        case "select":
             return like(graph, new, aten.select_scatter.default, (whole, new, argument(view, "dim"), argument(view, "index")), {}, value)
-        case "aten::narrow":
+        case "narrow":
             start, length = argument(view, "start"), argument(view, "length")
             if isinstance(start, int) and isinstance(length, int) and start >= 0:
                 return like(graph, new, aten.slice_scatter.default, (whole, new, argument(view, "dim"), start, start + length), {}, value)
-        case "aten::diagonal":
+        case "diagonal":
             where = [argument(view, key) for key in ("offset", "dim1", "dim2")]
             return like(graph, new, aten.diagonal_scatter.default, (whole, new, *where), {}, value)
-        case "aten::transpose":
+        case "transpose":
             return like(graph, new, aten.transpose.int, (new, argument(view, "dim0"), argument(view, "dim1")), {}, value)
-        case "aten::t":
+        case "t":
             return like(graph, new, aten.t.default, (new,), {}, value)
-        case "aten::permute":
+        case "permute":
             dims = [dim % value.ndim for dim in argument(view, "dims")]
             return like(graph, new, aten.permute.default, (new, [dims.index(dim) for dim in range(value.ndim)]), {}, value)
     return None
