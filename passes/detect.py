@@ -10,8 +10,8 @@ from torch import fx
 
 from tpcompile.factors import LayoutError, join
 from tpcompile.ir import Cone, Kind, Program
-from tpcompile.layout import Dim, Factor, Layout, Open, TensorType, whole
-from tpcompile.rules import RESHAPES, Bound, Op, backward, bind_rule, has_rule, op_name, view_op
+from tpcompile.layout import Dim, Factor, Layout, Open, TensorType
+from tpcompile.rules import RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, op_name, view_op
 
 ATTENDS = ("softmax", "attention")
 """An operation whose name has one of these makes a region attention: its heads are what is cut."""
@@ -95,10 +95,8 @@ class _Walk:
         return self.cone(op, wants)
 
     def cone(self, op: Op, wants: tuple[Layout, ...]) -> Cone:
-        if self.columns:
-            return Cone(op.node.name, self.kind(), wants, self.layouts, tuple(self.columns))
-        stop, reason = self.stops[0] if self.stops else (op.node.name, "no linear before it")
-        return Cone(op.node.name, "linear", wants, self.layouts, (), stop, reason)
+        stop, reason = self.stops[0] if self.stops else ("", "")
+        return Cone(op.node.name, self.kind(), wants, self.layouts, tuple(self.columns), stop, reason)
 
     def kind(self) -> Kind:
         if any(word in name for name in self.crossed for word in ATTENDS):
@@ -130,11 +128,14 @@ class _Walk:
             if not has_rule(op):
                 raise LayoutError(f"no rule for {op.name}")
             ins = backward(op, outs)
+            full = forward(op, ins) if node in self.items else [self.needs[node]]
         except LayoutError as error:
             self.stops.append((node.name, str(error)))
             return
-        full = tuple(layout or whole(*kind.shape) for layout, kind in zip(outs, op.outs, strict=True))
-        self.layouts[node.name] = full if node in self.items else full[0]
+        self.layouts[node.name] = tuple(full) if node in self.items else full[0]
+        for item in node.users if node in self.items else ():
+            if op_name(item) == "getitem":
+                self.layouts[item.name] = full[item.args[1]]  # type: ignore[index]
         self.crossed.append(op.name)
         for operand, layout in zip(op.operands, ins, strict=True):
             self.need(operand, layout)

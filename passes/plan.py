@@ -12,7 +12,7 @@ from torch import fx
 from tpcompile.errors import InputError
 from tpcompile.factors import LayoutError, quotient
 from tpcompile.ir import Cone, Kind, Left, Plan, Program, Region
-from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Range, TensorType, canonical, product, same, same_dim, whole
+from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Range, TensorType, canonical, product, same, same_dim
 from tpcompile.rules import Op, bind_rule, has_rule, op_name, view_op
 
 RANK: Mapping[Kind, int] = {"attention": 0, "mlp": 1, "linear": 2, "column": 3, "row": 3}
@@ -29,7 +29,7 @@ def plan(program: Program, cones: Sequence[Cone], axis: str, parts: int, overrid
     """
     chooser = _Chooser(program, axis, parts, overrides)
     if parts > 1:
-        unions = unite([cone for cone in cones if not cone.reason and not cone.stop])
+        unions = unite([cone for cone in cones if cone.columns])
         for union in sorted(unions, key=lambda u: (RANK[u.kind], -u.weight(program), chooser.order[u.rows[0]])):
             chooser.consider(union)
         chooser.force()
@@ -95,6 +95,7 @@ class _Chooser:
         self.order = {name: position for position, name in enumerate(self.nodes)}
         self.regions: list[Region] = []
         self.reasons: dict[str, str] = {}
+        self.conflicts: set[str] = set()  # linears that another region has, or would have to share
         self.taken: dict[str, Layout | tuple[Layout, ...]] = {}
         self.rows: set[str] = set()
         self.matched: set[str] = set()
@@ -102,7 +103,8 @@ class _Chooser:
     def consider(self, union: Union) -> None:
         name = self.name(union)
         wish = self.wish(name)
-        reason = 'overrides say "whole"' if wish == "whole" else self.objection(union)
+        conflict = self.conflict(union)
+        reason = 'overrides say "whole"' if wish == "whole" else conflict or self.objection(union)
         if not reason:
             try:
                 self.accept(name, union)
@@ -110,6 +112,8 @@ class _Chooser:
                 reason = str(error)
         for node in (*union.rows, *union.columns) if reason else ():
             self.reasons.setdefault(node, reason)
+            if conflict:
+                self.conflicts.add(node)
 
     def name(self, union: Union) -> str:
         """The module path that the region's linears share, with its kind where that is ambiguous."""
@@ -125,7 +129,7 @@ class _Chooser:
                 return wish
         return ""
 
-    def objection(self, union: Union) -> str:
+    def conflict(self, union: Union) -> str:
         """Why this union cannot stand beside the regions chosen before."""
         for name, layout in union.layouts.items():
             if name in self.rows:
@@ -135,6 +139,10 @@ class _Chooser:
         for row in union.rows:
             if row in self.taken:
                 return f"{row} is column-cut in another region"
+        return ""
+
+    def objection(self, union: Union) -> str:
+        """Why this union is not worth cutting by itself."""
         cut = {*union.layouts, *union.rows}
         for name in union.layouts:
             for user in self.nodes[name].users:
@@ -295,12 +303,22 @@ def left(program: Program, cones: Sequence[Cone], regions: Sequence[Region], cho
             continue
         seen.add(cone.seed)
         source = program.sources.get(cone.seed)
-        reason = chooser.reasons.get(cone.seed) or (f"{cone.reason}: {cone.stop}{chooser.at(cone.stop)}" if cone.reason else "")
-        yield Left(source.path if source else cone.seed, cone.seed, reason or f"there is one rank on {chooser.axis}", source)
+        yield Left(source.path if source else cone.seed, cone.seed, why_whole(cone, chooser), source)
     for node in program.graph.nodes:
         if node.op == "call_function" and node.name not in cut and node.name not in seen and _looks_up(node, program):
             source = program.sources.get(node.name)
             yield Left(source.path if source else node.name, node.name, "a look-up table", source)
+
+
+def why_whole(cone: Cone, chooser: _Chooser) -> str:
+    """The reason in the user's terms: what the walk met first, unless the region was found and then turned down by itself."""
+    if chooser.parts == 1:
+        return f"there is one rank on {chooser.axis}"
+    if cone.seed in chooser.reasons and cone.seed not in chooser.conflicts:
+        return chooser.reasons[cone.seed]
+    if cone.reason:
+        return f"{cone.reason}: {cone.stop}{chooser.at(cone.stop)}"
+    return chooser.reasons.get(cone.seed, "no linear before it to cut with it")
 
 
 def _looks_up(node: fx.Node, program: Program) -> bool:
@@ -308,6 +326,3 @@ def _looks_up(node: fx.Node, program: Program) -> bool:
         return False
     return op_name(node) == "aten.embedding.default"
 
-
-def whole_like(kind: TensorType) -> Layout:
-    return whole(*kind.shape)

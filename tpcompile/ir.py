@@ -113,9 +113,9 @@ class Cone:
     kind: Kind
     wants: tuple[Layout, ...]  # what the seed needs of its operands
     layouts: Mapping[str, Layout | tuple[Layout, ...]]  # every value of the region that is cut, weights included
-    columns: tuple[str, ...]  # the column-cut linears
-    stop: str = ""  # the node where the walk ended without a column-cut linear
-    reason: str = ""  # why there is no region; "" when there is one
+    columns: tuple[str, ...]  # the column-cut linears; without one there is no region
+    stop: str = ""  # the first operation that cannot work on pieces, where the walk stopped
+    reason: str = ""  # why it cannot
 
 
 @dataclass(frozen=True)

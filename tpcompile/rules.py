@@ -547,8 +547,8 @@ def _unsplit(op: Op, outs: Sequence[Layout | None]) -> Layout:
 def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> list[Layout]:
     """The outputs' layouts, given the operands'. The other direction of `backward`, and the law that `verify` holds programs to.
 
-    Which of the query heads that share a key/value head a rank has, its operands do not tell where all of them are key/value heads:
-    there the `declared` outputs say it, and only have to need just these key/value heads.
+    Where no operand has a dimension at its full length, the `declared` outputs say how it is cut: what is expanded is the same
+    everywhere along it; and of repeated key/value heads any cut will do that needs just the heads which the operand has.
     Raises LayoutError when the operands do not fit each other or when a partial sum meets an operation that is not linear in it.
     """
     if op.name in RESHAPES:
@@ -567,7 +567,7 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> l
                 dims[token.letter] = join(dims[token.letter], dim) if token.letter in dims else dim
     for tokens, layout in zip(bound.outs, declared, strict=False):
         for token, dim in zip(tokens, layout.dims, strict=True):
-            if any(Token(token.letter, shared=True) in tokens for tokens in bound.ins):
+            if token.letter not in bound.never:
                 dims.setdefault(token.letter, dim)
     _check_shared(bound, op, ins, dims)
     partial = _partial(op, bound, ins, dims)

@@ -36,7 +36,7 @@ def text(value: object) -> str:
         case Plan():
             return "\n".join([*map(region_text, value.regions), *(f"{left.name}: whole, {left.reason}" for left in value.whole)])
         case Cone():
-            ending = f"none: {value.reason or value.stop}" if value.reason or value.stop else f"{value.kind}: columns {', '.join(value.columns)}"
+            ending = f"{value.kind}: columns {', '.join(value.columns)}" if value.columns else f"no region: {value.reason or 'no linear before it'}"
             return f"%{value.seed} ends {ending}"
         case tuple() | list():
             return "\n\n".join(text(part) for part in value) if all(isinstance(part, Stage) for part in value) else "\n".join(map(text, value))

@@ -123,7 +123,7 @@ def compare(
         parameter_errors=errors,
         skipped=skipped,
         capture_error=captured,
-        parameter_tolerance=tolerance.gradient * max(1.0, float(settings["lr"])) if exact else float(settings.get("lr", 1e-3)) * max(1e-6, tolerance.gradient),
+        parameter_tolerance=tolerance.gradient * max(1.0, scale * float(settings["lr"])) if exact else float(settings.get("lr", 1e-3)) * max(1e-6, tolerance.gradient),
         notes=("dropout was off in this comparison",) if compilation.program.random else (),
     )
     if report.ok:

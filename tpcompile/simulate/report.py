@@ -12,7 +12,8 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far numbers may be apart. `loss` is absolute on the scale of a loss of 1 or more; `gradient` counts the model's largest gradient.
+    """How far numbers may be apart. `loss` is relative for a loss above 1; `gradient` counts the model's largest gradient,
+    and for outputs their own largest element.
 
     Where they come from: float64 leaves 1e-16 per operation, and a reduction over ranks adds in another order; a model that casts to
     float32 inside leaves 1e-7 of that.
@@ -56,7 +57,7 @@ class Report:
     @property
     def ok(self) -> bool:
         worst = max([*self.grad_errors.values(), self.capture_error], default=0.0)
-        close = max(self.loss_error, self.output_error) <= self.tolerance.loss and worst <= self.tolerance.gradient
+        close = self.loss_error <= self.tolerance.loss and max(self.output_error, worst) <= self.tolerance.gradient
         return close and max(self.parameter_errors.values(), default=0.0) <= self.parameter_tolerance
 
     def to_json(self) -> str:
@@ -84,7 +85,7 @@ class Report:
         rows = [
             ("captured graph, before it is cut", self.capture_error, self.tolerance.gradient, ""),
             ("loss", self.loss_error, self.tolerance.loss, ""),
-            ("outputs", self.output_error, self.tolerance.loss, ""),
+            ("outputs", self.output_error, self.tolerance.gradient, ""),
             ("gradients", *_worst(self.grad_errors, self.tolerance.gradient)),
             ("parameters after the step", *_worst(self.parameter_errors, self.parameter_tolerance)),
         ]
