@@ -64,7 +64,6 @@ def no_parameter() -> CaptureError:
     )
 
 
-
 class Call(nn.Module):
     """model(*args, **kwargs) and loss(outputs, batch), with the batch's tensors given one after the other."""
 

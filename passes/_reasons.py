@@ -18,9 +18,10 @@ OWN, TORCH = Path(errors.__file__).parent, Path(torch.__file__).parent
 
 
 def is_user_file(name: str) -> bool:
-    """Whether a file is neither torch's nor ours nor generated."""
+    """Whether a file is neither torch's nor ours nor generated. The demo's model counts as a user's."""
     path = Path(name)
-    return not name.startswith("<") and path.name != "contextlib.py" and not {OWN, TORCH} & set(path.parents)
+    ours = OWN in path.parents and OWN / "demo" not in path.parents
+    return not ours and TORCH not in path.parents and not name.startswith("<") and path.name != "contextlib.py"
 
 
 def user_frame() -> FrameType | None:
@@ -44,17 +45,23 @@ def user_code() -> str:
 
 
 def raised_at(error: BaseException, below: CodeType) -> Source | None:
-    """The innermost line of the user's code that an error passed through, below the frame of a function of ours."""
-    found, inside, trace = None, False, error.__traceback__
+    """The innermost line of the user's code that an error passed through below a function of ours; else of torch.nn's code."""
+    own, layer, inside, trace = None, None, False, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        inside = inside or trace.tb_frame.f_code is below
         if inside and is_user_file(name):
-            found = Source(Path(name).name, trace.tb_lineno, linecache.getline(name, trace.tb_lineno).strip(), "")
+            own = _source(name, trace.tb_lineno)
+        elif inside and TORCH / "nn" in Path(name).parents and not trace.tb_frame.f_code.co_name.startswith("_"):
+            layer = _source(name, trace.tb_lineno)
+        inside = inside or trace.tb_frame.f_code is below
         trace = trace.tb_next
-    if found is None and error.__cause__ is not None:
+    if own is None and error.__cause__ is not None:
         return raised_at(error.__cause__, below)
-    return found
+    return own or layer
+
+
+def _source(name: str, line: int) -> Source:
+    return Source(Path(name).name, line, linecache.getline(name, line).strip(), "")
 
 
 def reason_of(error: BaseException) -> str:

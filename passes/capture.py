@@ -21,7 +21,6 @@ from tpcompile.passes._reasons import user_line
 __all__ = ["bind_example", "capture", "matches"]
 
 
-
 def capture(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[..., Tensor] | None = None) -> Program:
     """Capture what a model computes for a batch, in its own train or eval mode, and the loss of it.
 

@@ -1,0 +1,308 @@
+"""What cannot be captured faithfully is refused: the whole message, with the reason, the line and what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tpcompile.errors import CaptureError, InputError, TpcompileError
+from tpcompile.passes.capture import bind_example, capture
+
+
+class Model(nn.Module):
+    """Two linears, a buffer and tensors that are not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("steps", torch.zeros(()))
+        self.hidden = [nn.Parameter(torch.ones(6))]
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 7
+
+
+class CustomBackward(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return Triple.apply(self.a(x))  # here
+
+
+class Branch(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return y if y.sum() > 0 else -y  # here
+
+
+class Fault(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + torch.ones(5)  # here
+
+
+class AutocastInside(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.a(x) @ x.mT  # here
+        return y.float()
+
+
+class BatchNorm(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.a(x).mT)
+
+
+class Counter(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)  # here
+        return self.a(x) * self.steps
+
+
+class ClampWithoutGradient(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        with torch.no_grad():
+            y.clamp_(min=0)  # here
+        return y
+
+
+class WriteDetached(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y.detach().mul_(2)  # here
+        return y * y
+
+
+class Sorted(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y.diagonal(dim1=1, dim2=2).unfold(1, 2, 1).mul_(2)  # here
+        return self.a(x) + y
+
+
+class Stranger(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.hidden[0]  # here
+
+
+X = {"x": torch.ones(4, 6, 6)}
+
+
+def line(model: type) -> str:
+    """ "test_capture_errors.py:31", where a model's source says so."""
+    lines, start = inspect.getsourcelines(model)
+    return f"{Path(__file__).name}:{start + next(i for i, text in enumerate(lines) if text.rstrip().endswith('# here'))}"
+
+
+def code(model: type) -> str:
+    return next(text for text in inspect.getsource(model).splitlines() if text.endswith("# here")).strip()
+
+
+def refusal(kind: type[TpcompileError], run: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as caught:
+        run()
+    return str(caught.value)
+
+
+REASONS: list[tuple[type[Model], str, str]] = [
+    (
+        CustomBackward,
+        "Triple is an autograd.Function: torch.export would keep its forward and lose its backward",
+        "write it with torch operations, or as a torch.library.custom_op with register_autograd",
+    ),
+    (
+        Branch,
+        "torch.export cannot capture Branch: Could not guard on data-dependent expression Eq(u0, 1)",
+        "choose with torch.where instead of a Python branch, so that the graph is the same for all values",
+    ),
+    (
+        Fault,
+        "torch.export cannot capture Fault: Attempting to broadcast a dimension of length 5 at -1! Mismatching argument at index 1 had "
+        "torch.Size([5]); but expected shape should be broadcastable to [4, 6, 6]",
+        "rewrite this line, or compile a part of the model that does not run it",
+    ),
+    (
+        AutocastInside,
+        "autocast to bfloat16 is turned on for cpu in forward: its casts cannot be captured",
+        "cast with .to(dtype) where it is needed, and leave autocast out",
+    ),
+    (Counter, "add_ writes to buffer steps, which belongs to the model", "write it without changing a tensor in place"),
+    (
+        ClampWithoutGradient,
+        "clamp_ writes under no_grad to a value that gradients flow through",
+        "write it without changing a tensor in place",
+    ),
+    (WriteDetached, "mul_ writes to a detached value that gradients flow through", "write it without changing a tensor in place"),
+    (Sorted, "mul_ writes through a view that unfold made", "write it without changing a tensor in place"),
+    (
+        Stranger,
+        "a tensor that requires a gradient is no parameter of the model: it would be taken for a constant",
+        "keep it as an nn.Parameter attribute, or in an nn.ParameterList; a loss with parameters belongs into the model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "reason", "fix"), REASONS, ids=[model.__name__ for model, _, _ in REASONS])
+def test_refused(model: type[Model], reason: str, fix: str) -> None:
+    message = refusal(CaptureError, lambda: capture(model(), X))
+    assert message == f"{reason}\n  at   {code(model)}\n  from {line(model)}\n  fix  {fix}"
+
+
+def test_a_batch_norm_that_learns() -> None:
+    lines, start = inspect.getsourcelines(BatchNorm)
+    assert refusal(CaptureError, lambda: capture(BatchNorm(), X)) == (
+        "norm updates its running statistics in forward\n"
+        "  at   return self.norm(self.a(x).mT)\n"
+        f"  from {Path(__file__).name}:{start + len(lines) - 1}\n"
+        "  fix  put it into eval mode, or use a norm over features, such as LayerNorm"
+    )
+
+
+def test_a_custom_function_without_gradient_is_no_trap() -> None:
+    class Frozen(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = Triple.apply(self.a(x))
+            return self.b(x) * scale
+
+    assert "aten.detach" in str(capture(Frozen(), X).graph)
+
+
+def test_failures_leave_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:
+    before = torch.autograd.Function.__dict__["apply"]
+    refusal(CaptureError, lambda: capture(Branch(), X))
+    refusal(CaptureError, lambda: capture(CustomBackward(), X))
+    assert torch.autograd.Function.__dict__["apply"] is before
+    assert capfd.readouterr() == ("", "")
+
+
+def here() -> str:
+    """The line of the call."""
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return f"{Path(__file__).name}:{frame.f_back.f_lineno}"
+
+
+def test_autocast_around_the_call() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        place, message = here(), refusal(CaptureError, lambda: capture(Branch(), X))
+    assert message == (
+        "autocast is on for cpu: its casts would not be captured\n"
+        f"  from {place}\n"
+        "  fix  call this outside of autocast, with a model in the type that it should run in"
+    )
+
+
+class Named(nn.Module):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return input_ids.float()
+
+
+def test_what_forward_needs() -> None:
+    place, message = here(), refusal(InputError, lambda: capture(Named(), {"labels": torch.ones(4)}))
+    assert message == (
+        "forward needs 'input_ids', which the batch does not have\n"
+        "  at   Named.forward(input_ids, labels=None)\n"
+        f"  from {place}\n"
+        "  fix  add 'input_ids' to the batch"
+    )
+
+
+def test_what_forward_does_not_take() -> None:
+    batch = {"input_ids": torch.ones(4), "lables": torch.ones(4)}
+    place, message = here(), refusal(InputError, lambda: capture(Named(), batch))
+    assert message == (
+        "forward takes no 'lables'\n"
+        "  at   Named.forward(input_ids, labels=None)\n"
+        f"  from {place}\n"
+        "  fix  rename it to 'labels', or leave it out"
+    )
+    capture(Named(), batch, loss=lambda outputs, batch: (outputs * batch["lables"]).mean())
+
+
+def test_all_problems_at_once() -> None:
+    place, message = here(), refusal(InputError, lambda: capture(Named(), {"weights": torch.ones(4), "labels": object()}))
+    assert message == (
+        "3 problems\n"
+        "forward takes no 'weights'\n"
+        "  at   Named.forward(input_ids, labels=None)\n"
+        f"  from {place}\n"
+        "  fix  leave it out, or pass loss= that reads it\n"
+        "'labels' is a object, which may hold tensors\n"
+        "  at   Named.forward(input_ids, labels=None)\n"
+        f"  from {place}\n"
+        "  fix  pass tensors, or make its type known with torch.utils._pytree.register_pytree_node\n"
+        "forward needs 'input_ids', which the batch does not have\n"
+        "  at   Named.forward(input_ids, labels=None)\n"
+        f"  from {place}\n"
+        "  fix  add 'input_ids' to the batch"
+    )
+
+
+def test_too_many_positional_examples() -> None:
+    place, message = here(), refusal(InputError, lambda: bind_example(Named(), (1, 2, 3)))
+    assert message == (
+        "3 example inputs for 2 positional arguments\n"
+        "  at   Named.forward(input_ids, labels=None)\n"
+        f"  from {place}\n"
+        "  fix  pass at most 2, or a dict"
+    )
+
+
+def test_a_loss_that_is_no_number() -> None:
+    batch = {"input_ids": torch.ones(4, 3)}
+    place, message = here(), refusal(InputError, lambda: capture(Named(), batch, loss=lambda outputs, _: outputs))
+    assert message == (
+        "the loss is a tensor of 2 dimensions, float32\n"
+        "  at   loss(outputs, batch)\n"
+        f"  from {place}\n"
+        "  fix  return one floating-point number"
+    )
+
+
+def test_a_loss_with_parameters() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+            return (outputs * self.weight).mean()  # here
+
+    message = refusal(CaptureError, lambda: capture(Named(), {"input_ids": torch.ones(4, 3)}, loss=Learned()))
+    assert message == (
+        "a tensor that requires a gradient is no parameter of the model: it would be taken for a constant\n"
+        "  at   return (outputs * self.weight).mean()  # here\n"
+        f"  from {line(Learned)}\n"
+        "  fix  keep it as an nn.Parameter attribute, or in an nn.ParameterList; a loss with parameters belongs into the model"
+    )
+
+
+def test_a_tensor_without_values() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6, device="meta")
+            self.plain = torch.ones(6, device="meta")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.plain
+
+    place, message = here(), refusal(CaptureError, lambda: capture(Plain(), X))
+    assert message == (
+        "forward reads plain, a tensor on the meta device that has no values\n"
+        f"  from {place}\n"
+        "  fix  make the model on a real device, or register this tensor as a buffer"
+    )
