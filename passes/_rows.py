@@ -6,18 +6,19 @@ cut has, for a part of the rows, the part of its whole; an operation that mixes 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import sympy
+import torch
 from torch import fx
 
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Program
-from tpcompile.layout import Dim, Factor, Layout, Open, Size, TensorType, cut_factors, whole
+from tpcompile.layout import Dim, Factor, Layout, Size, TensorType, cut_factors, whole
+from tpcompile.passes._orders import ROWS, Orders
 from tpcompile.rules import RESHAPES, argument, forward, has_rule, op_name, view_op
-
-ROWS = Open(0)
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Rows:
     program: Program
     layouts: dict[fx.Node, tuple[Layout, ...]] = field(default_factory=dict)
     broken: dict[fx.Node, str] = field(default_factory=dict)
+    orders: Orders = field(default_factory=Orders)
     counting: set[fx.Node] = field(default_factory=set)  # 0, 1, 2, … along the rows: the row's own number
     symbols: frozenset[sympy.Symbol] = frozenset()
 
@@ -42,6 +44,17 @@ class Rows:
                 rows.broken[node] = str(error)
         return rows
 
+    @classmethod
+    def trusted(cls, program: Program) -> Rows:
+        """Rows that are known to be kept apart: only which values depend on them is found."""
+        rows = cls(program)
+        tainted = {name for name, entry in program.inputs.items() if entry.batch_dim is not None}
+        for node in program.graph.nodes:
+            if node.name in tainted or any(operand.name in tainted for operand in node.all_input_nodes):
+                tainted.add(node.name)
+                rows.layouts[node] = (Layout((_rows(1),)),)
+        return rows
+
     def visit(self, node: fx.Node) -> None:
         kind = self.program.types.get(node.name)
         if node.op == "placeholder" and isinstance(kind, TensorType):
@@ -52,6 +65,7 @@ class Rows:
             parent, index = node.args
             self.inherit(node, [parent])  # type: ignore[list-item]
             self.layouts[node] = (self.layouts[parent][index],)  # type: ignore[index]
+            self.orders.item(node, parent, index)  # type: ignore[arg-type]
         elif node.op == "call_function" and isinstance(kind, (TensorType, tuple)):
             self.inherit(node, node.all_input_nodes)
             self.layouts[node] = self.call(node, (kind,) if isinstance(kind, TensorType) else kind)
@@ -67,6 +81,8 @@ class Rows:
             return self.created(node, kinds)
         if op.name == "aten.index.Tensor" and (layout := self.looked_up(node)) is not None:
             return (layout,)
+        if (known := self.orders.call(op, self)) is not None:
+            return known
         counting = [operand for operand in op.operands if operand in self.counting]
         if counting:
             if op.name not in RESHAPES | PLAIN:
@@ -147,10 +163,6 @@ def _rows(size: Size) -> Dim:
 
 def symbol_nodes(graph: fx.Graph, program: Program, expression: sympy.Expr | int, made: Mapping[str, fx.Node]) -> fx.Node | int:
     """Nodes that compute a size from the inputs' sizes."""
-    import operator
-
-    import torch
-
     match expression:
         case int() | sympy.Integer():
             return int(expression)

@@ -20,8 +20,11 @@ MEAN, SUM = 1, 2
 LINEAR = ("aten.view.default", "aten.reshape.default", "aten.squeeze.default", "aten.clone.default", "aten.to.dtype", "aten.alias.default", "aten.neg.default")
 
 
-def divide_loss(program: Program) -> Program:
+def divide_loss(program: Program, witness: Program | None = None) -> Program:
     """Make the loss of a batch the sum of its parts' losses, given the batch's counts; or say why it is not.
+
+    In a program captured for one row, a dimension of the batch cannot be told from others of size one: there a `witness` of the same
+    model with more rows has to show that rows are kept apart.
 
     before  %loss = cross_entropy_loss(%logits, %labels, mean)
     after   %sum = cross_entropy_loss(%logits, %labels, sum)
@@ -29,7 +32,9 @@ def divide_loss(program: Program) -> Program:
     """
     if program.loss is None:
         return program
-    rows, draft = Rows.of(program), Draft(program)
+    if witness is not None and (reason := divide_loss(witness).loss_reason):
+        return Draft(program).freeze(loss_reason=reason)
+    rows, draft = Rows.of(program) if witness is None else Rows.trusted(program), Draft(program)
     divider = _Divider(program, rows, draft)
     try:
         divider.term(program.nodes()[program.loss], [])

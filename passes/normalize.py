@@ -27,14 +27,40 @@ def normalize(program: Program) -> Program:
     before  %y = reshape(expand(unsqueeze(%x, 2)))        after  %y = repeat_interleave(%x, 2, 1)
     before  %y = dropout(%x, 0.1)                         after  %y = dropout(%x, 0.1, %rng_key, 0)
     before  %y = to(%x, float32) : f32 from f32           after  %x
+    before  %y = view_as(%x, %z), %u = type_as(%x, %z)    after  %y = view(%x, [4, 16]), %u = to(%x, f32)
     """
     draft = Draft(program)
-    for rewrite in (drop_identities, split_evenly, join_slices, name_repeats):
+    for rewrite in (name_sizes, drop_identities, split_evenly, join_slices, name_repeats):
         for node in list(draft.graph.nodes):
             if node.op == "call_function" and node not in draft.erased:
                 rewrite(draft, node)
         draft.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     return draft.freeze(random=key_dropout(draft))
+
+
+def name_sizes(draft: Draft, node: fx.Node) -> None:
+    """What an operation takes from another tensor, or from its own sizes, written out: a rank's piece has other sizes than the whole."""
+    kind, source = draft.types[node.name], node.args[0] if node.args else None
+    if not isinstance(kind, TensorType) or not isinstance(source, fx.Node):
+        return
+    before = draft.types[source.name]
+    with draft.graph.inserting_before(node):
+        match op_name(node):
+            case "aten.squeeze.default" | "aten.squeeze.dim" | "aten.squeeze.dims" if isinstance(before, TensorType):
+                given = argument(node, "dim") if op_name(node) != "aten.squeeze.default" else list(range(len(before.shape)))
+                dims = sorted({dim % len(before.shape) for dim in ([given] if isinstance(given, int) else given)}) if before.shape else []
+                args: tuple[object, ...] = (source, [dim for dim in dims if before.shape[dim] == 1])
+                draft.replace(node, draft.call(aten.squeeze.dims, *args, type=kind, like=node))
+            case "aten.type_as.default" | "aten.to.other":
+                draft.replace(node, draft.call(aten.to.dtype, source, kind.dtype, type=kind, like=node))
+            case "aten.view_as.default" | "aten.reshape_as.default":
+                other = node.args[1]
+                assert isinstance(other, fx.Node)
+                sizes = [
+                    size if isinstance(size, int) else draft.call(aten.sym_size.int, other, dim, type=size, like=node)
+                    for dim, size in enumerate(kind.shape)
+                ]
+                draft.replace(node, draft.call(aten.reshape.default, source, sizes, type=kind, like=node))
 
 
 def drop_identities(draft: Draft, node: fx.Node) -> None:
@@ -46,6 +72,8 @@ def drop_identities(draft: Draft, node: fx.Node) -> None:
         case "aten.to.dtype" | "aten.to.dtype_layout" | "aten.to.device" | "aten.type_as.default" | "aten.alias.default":
             same = not argument(node, "copy", False)
         case "aten.lift_fresh_copy.default" | "aten.expand.default" | "aten.view.default" | "aten.reshape.default" | "aten._unsafe_view.default":
+            same = True
+        case "aten.squeeze.dims":
             same = True
         case "aten.slice.Tensor":
             same = argument(node, "step") == 1 and argument(node, "start") in (0, None)
@@ -137,7 +165,7 @@ def name_repeats(draft: Draft, node: fx.Node) -> None:
     with draft.graph.inserting_before(node):
         narrow = TensorType(before.dtype, (*before.shape[:dim], *before.shape[dim + 1 :]))
         made_there = op_name(source) == "aten.unsqueeze.default" and argument(source, "dim") % len(before.shape) == dim
-        squeezed = source.args[0] if made_there else draft.call(aten.squeeze.dim, source, dim, type=narrow, like=node)
+        squeezed = source.args[0] if made_there else draft.call(aten.squeeze.dims, source, [dim], type=narrow, like=node)
         times = quotient(after.shape[dim - 1], narrow.shape[dim - 1])
         assert divides(narrow.shape[dim - 1], after.shape[dim - 1])
         draft.replace(node, draft.call(aten.repeat_interleave.self_int, squeezed, times, dim - 1, type=after, like=node))

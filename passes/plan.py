@@ -133,12 +133,12 @@ class _Chooser:
         """Why this union cannot stand beside the regions chosen before."""
         for name, layout in union.layouts.items():
             if name in self.rows:
-                return f"{name} is the row-cut linear of another region"
+                return f"its input comes from {self.path(name)}, which is row-cut: the value between them is whole"
             if name in self.taken and (name not in self.program.parameters or not _equal(self.taken[name], layout)):
-                return f"{name} is cut in another region"
+                return f"{self.path(name)} is cut in another region"
         for row in union.rows:
             if row in self.taken:
-                return f"{row} is column-cut in another region"
+                return f"{self.path(row)} is column-cut in another region"
         return ""
 
     def objection(self, union: Union) -> str:
@@ -156,6 +156,11 @@ class _Chooser:
     def at(self, name: str) -> str:
         source = self.program.sources.get(name)
         return f" at {source}" if source else ""
+
+    def path(self, name: str) -> str:
+        """A value by the module that made it, or the parameter's name."""
+        source = self.program.sources.get(name)
+        return self.program.parameters.get(name) or (source.path if source and source.path else name)
 
     def accept(self, name: str, union: Union) -> None:
         ranges = choose(union.layouts, union.wants, self.parts)

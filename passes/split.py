@@ -15,6 +15,9 @@ LATE = ("tpcompile.enter.default", "tpcompile.local_slice.default", "tpcompile.s
 """Conversions stand where their users are: what they convert crosses once, before them."""
 
 
+PRODUCTS = tuple(f"aten.{name}.default" for name in ("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "scaled_dot_product_attention"))
+
+
 def split(local: Local, stages: int, costs: Mapping[str, int]) -> tuple[Stage, ...]:
     """Cut a graph into stages so that the most expensive one is as cheap as can be; only what cannot be computed again crosses.
 
@@ -102,7 +105,31 @@ class _Cutter:
         output = local.graph.output_node().all_input_nodes
         by_origin = {local.origins.get(node.name, node.name): node for node in output}
         self.returned = [by_origin[name] for name in returned]
+        self.free |= self._again()
         self.crossing = [self._crossing(index) for index in range(stages - 1)]
+
+    def _again(self) -> set[fx.Node]:
+        """What would cross and cannot, being cut, but needs only parameters and inputs, and no product with a weight: biases of scores.
+
+        It is computed again on each stage, which then share the parameter.
+        """
+        found: set[fx.Node] = set()
+        for node in {node for index in range(self.stages - 1) for node in self._crossing(index)}:
+            layout = self.local.layouts.get(node.name)
+            if isinstance(layout, Layout) and layout.is_cut:
+                needed = self._ancestors(node)
+                if not any(op_name(value) in PRODUCTS for value in needed):
+                    found |= needed
+        return found
+
+    def _ancestors(self, node: fx.Node) -> set[fx.Node]:
+        seen: set[fx.Node] = set()
+        todo = [node]
+        while todo:
+            if (value := todo.pop()) not in seen:
+                seen.add(value)
+                todo += value.all_input_nodes
+        return {value for value in seen if value.op == "call_function"}
 
     def _crossing(self, boundary: int) -> list[fx.Node]:
         """What is made up to a boundary and used behind it, unless it can be computed there again."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tpcompile.cost import all_flops, evaluate
 from tpcompile.ir import Local, Plan, Program, Sharded, Stage
-from tpcompile.layout import Layout, bounds, cut_factors
+from tpcompile.layout import Layout, TensorType, bounds, cut_factors
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import capture
 from tpcompile.passes.detect import detect
@@ -96,7 +96,8 @@ def lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Optio
     log = _Log()
     captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss)))
     program = verify(log.run("normalize", captured, lambda: normalize(captured)))
-    program = verify(log.run("divide_loss", program, lambda p=program: divide_loss(p)))
+    witness = _witness(model, batch, program, options, mesh)
+    program = verify(log.run("divide_loss", program, lambda p=program: divide_loss(p, witness)))
     cones = log.run("detect", program, lambda: detect(program))
     chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, options.overrides))
     sharded = verify(log.run("propagate", program, lambda: propagate(program, chosen, "tp", mesh.tp)))
@@ -104,6 +105,30 @@ def lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Optio
     local = verify(log.run("optimize", local, lambda l=local: optimize(l)))
     stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch))))
     return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, MappingProxyType(log.steps))
+
+
+def _witness(model: nn.Module, batch: Mapping[str, Any], program: Program, options: Options, mesh: Mesh) -> Program | None:
+    """For a program of one row that is to run on several parts of a batch, the same model captured with that row twice."""
+    entries = {entry.path: entry.batch_dim for name, entry in program.inputs.items() if _rows(program, name) == 1}
+    if program.loss is None or not entries or mesh.dp * options.microbatches == 1:
+        return None
+
+    def doubled(value: Any, path: str) -> Any:
+        match value:
+            case Tensor() if entries.get(path) is not None:
+                return torch.cat([value, value], entries[path])
+            case Mapping():
+                return {key: doubled(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+            case tuple() | list():
+                return type(value)(doubled(item, f"{path}.{index}") for index, item in enumerate(value))
+        return value
+
+    return normalize(capture(model, doubled(dict(batch), ""), loss=options.loss))
+
+
+def _rows(program: Program, name: str) -> object:
+    kind, dim = program.types[name], program.inputs[name].batch_dim
+    return kind.shape[dim] if isinstance(kind, TensorType) and dim is not None else None
 
 
 def costs(program: Program, batch: Mapping[str, Any]) -> dict[str, int]:

@@ -229,6 +229,7 @@ class Draft:
         self.graph, self.nodes = copy_graph(program.graph)
         self.types, self.sources = dict(program.types), dict(program.sources)
         self.erased: set[fx.Node] = set()
+        self.renamed: dict[str, str] = {}
 
     def call(self, target: Any, *args: Any, type: Type, like: fx.Node, **kwargs: Any) -> fx.Node:
         """A new call at the graph's insertion point, with the source line of `like`."""
@@ -241,6 +242,7 @@ class Draft:
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Give all uses of a node to another and drop it."""
         old.replace_all_uses_with(new)
+        self.renamed[old.name] = new.name
         self.erase(old)
 
     def erase(self, node: fx.Node) -> None:
@@ -254,6 +256,8 @@ class Draft:
         self.graph.eliminate_dead_code(is_impure_node=_is_impure)
         self.graph.lint()
         alive = {node.name for node in self.graph.nodes}
+        changes.setdefault("loss", self._now(self.program.loss))
+        changes.setdefault("outputs", tuple(map(self._now, self.program.outputs)))
         return replace(
             self.program,
             graph=self.graph,
@@ -261,6 +265,11 @@ class Draft:
             sources={name: source for name, source in self.sources.items() if name in alive},
             **changes,
         )
+
+    def _now(self, name: str | None) -> str | None:
+        while name in self.renamed:
+            name = self.renamed[name]
+        return name
 
 
 def _is_impure(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ A rule names each dimension of each tensor operand by a letter, as in `"... k, n
     k!    a factor that this operation needs whole (a softmax's, a norm's)
     h~    a factor that may be shorter in an operand, each index standing for several of the output's (key/value heads)
     1     a dimension of size one
+    *     an operand that is needed whole;  _  one of which only type and size are read
     z     a letter that no output has is contracted: cut, it leaves a partial sum
 
 An operand's dimension of size one where the letter is longer is broadcast, hence whole. A row whose value is a function computes its text
@@ -32,20 +33,28 @@ Rule = str | Callable[["Op"], str]
 # --- the table -------------------------------------------------------------------------------------------------------
 
 RULES: Mapping[str, Rule] = {
-    "aten.addmm.default": "n, m k, k n -> m n",
+    "aten._grouped_mm.default": "t! k, e! k n, e! -> t! n",
     "aten._safe_softmax.default": lambda op: along(op),
+    "aten.addmm.default": lambda op: f"{last('m n', op.rank(0))}, m k, k n -> m n",
+    "aten.all.default": lambda op: scalar(op),
     "aten.amax.default": lambda op: reduced(op, never=True),
     "aten.amin.default": lambda op: reduced(op, never=True),
+    "aten.any.default": lambda op: scalar(op),
     "aten.argmax.default": lambda op: reduced(op, never=True),
-    "aten.baddbmm.default": "b m n, b m k, b k n -> b m n",
+    "aten.argsort.default": lambda op: along(op),
+    "aten.baddbmm.default": lambda op: f"{last('b m n', op.rank(0))}, b m k, b k n -> b m n",
+    "aten.batch_norm.default": lambda op: batch_normed(op),
+    "aten.bincount.default": "a! -> z!",
     "aten.bmm.default": "b m k, b k n -> b m n",
     "aten.cat.default": lambda op: joined(op),
     "aten.concat.default": lambda op: joined(op),
     "aten.concatenate.default": lambda op: joined(op),
     "aten.conv1d.default": lambda op: convolution(op, 1),
+    "aten.conv1d.padding": lambda op: convolution(op, 1),
     "aten.conv2d.default": lambda op: convolution(op, 2),
+    "aten.conv2d.padding": lambda op: convolution(op, 2),
     "aten.cross_entropy_loss.default": lambda op: cross_entropy(op),
-    "aten.cummax.default": lambda op: along(op),
+    "aten.cummax.default": lambda op: along(op, outputs=2),
     "aten.cumprod.default": lambda op: along(op),
     "aten.cumsum.default": lambda op: along(op),
     "aten.diff.default": lambda op: difference(op),
@@ -56,17 +65,21 @@ RULES: Mapping[str, Rule] = {
     "aten.flip.default": lambda op: along(op, "dims"),
     "aten.gather.default": lambda op: gathered(op),
     "aten.group_norm.default": lambda op: f"{letters(op, 0, never=range(1, op.rank(0)))}, *, * -> {letters(op, 0)}",
+    "aten.histc.default": lambda op: f"{letters(op, 0, never=range(op.rank(0)))} -> z!",
     "aten.index.Tensor": lambda op: indexed(op),
     "aten.index_select.default": lambda op: index_selected(op),
     "aten.layer_norm.default": lambda op: normed(op),
+    "aten.linalg_vector_norm.default": lambda op: reduced(op, never=True),
     "aten.linear.default": "... k, n k, n -> ... n",
     "aten.log_softmax.int": lambda op: along(op),
     "aten.logsumexp.default": lambda op: reduced(op, never=True),
     "aten.masked_fill.Tensor": "..., ..., ... -> ...",
     "aten.matmul.default": lambda op: product_of_matrices(op),
+    "aten.max.default": lambda op: scalar(op),
     "aten.max.dim": lambda op: reduced(op, never=True, outputs=2),
-    "aten.mean.default": lambda op: f"{letters(op, 0, never=range(op.rank(0)))} ->",
+    "aten.mean.default": lambda op: scalar(op),
     "aten.mean.dim": lambda op: reduced(op, never=True),
+    "aten.min.default": lambda op: scalar(op),
     "aten.min.dim": lambda op: reduced(op, never=True, outputs=2),
     "aten.mm.default": "m k, k n -> m n",
     "aten.movedim.int": lambda op: moved(op),
@@ -76,15 +89,23 @@ RULES: Mapping[str, Rule] = {
     "aten.new_ones.default": lambda op: created(op),
     "aten.new_zeros.default": lambda op: created(op),
     "aten.numpy_T.default": lambda op: permuted(op, list(reversed(range(op.rank(0))))),
+    "aten.one_hot.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} Z!",
     "aten.pad.default": lambda op: padded(op),
     "aten.permute.default": lambda op: permuted(op, op.dims("dims")),
+    "aten.prelu.default": lambda op: f"{letters(op, 0)}, {'b' if op.ins[1].shape != (1,) else '1'} -> {letters(op, 0)}",
     "aten.prod.dim_int": lambda op: reduced(op, never=True),
+    "aten.repeat.default": lambda op: tiled(op),
     "aten.repeat_interleave.self_int": lambda op: repeated(op),
     "aten.rms_norm.default": lambda op: normed(op),
     "aten.roll.default": lambda op: along(op, "dims"),
     "aten.scaled_dot_product_attention.default": lambda op: attention(op),
+    "aten.scatter.src": lambda op: scattered(op),
+    "aten.scatter.value": lambda op: scattered(op),
+    "aten.scatter_add.default": lambda op: scattered(op),
     "aten.select.int": lambda op: reduced(op, never=True),
+    "aten.select_scatter.default": lambda op: patched(op),
     "aten.slice.Tensor": lambda op: along(op) if op.ins[0].shape != op.outs[0].shape else "... -> ...",
+    "aten.slice_scatter.default": lambda op: patched(op),
     "aten.softmax.int": lambda op: along(op),
     "aten.sort.default": lambda op: along(op, outputs=2),
     "aten.stack.default": lambda op: stacked(op),
@@ -97,21 +118,22 @@ RULES: Mapping[str, Rule] = {
     "aten.triu.default": lambda op: f"{letters(op, 0, never=(-1, -2))} -> {letters(op, 0)}",
     "aten.unbind.int": lambda op: unbound(op),
     "aten.var.dim": lambda op: reduced(op, never=True),
-    "aten.view_as_real.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} z!",
     "aten.view_as_complex.default": lambda op: f"{letters(op, 0, never=(-1,))} -> {letters(op, 0, drop=(-1,))}",
+    "aten.view_as_real.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} z!",
     "tpcompile.dropout.default": lambda op: "..., * -> ...",
+    "transformers.grouped_mm_fallback.default": "t! k, e! k n, e! -> t! n",
 }
 
 POINTWISE = frozenset(
     f"aten.{name}"
     for name in """
     alias.default clone.default contiguous.default detach.default dropout.default empty_like.default full_like.default
-    isfinite.default lift_fresh_copy.default log_sigmoid.default masked_fill.Scalar
-    ones_like.default rand_like.default reciprocal.default
-    softplus.default to.device to.dtype to.dtype_layout to.other type_as.default zeros_like.default square.default
+    copy.default isfinite.default lift_fresh_copy.default log_sigmoid.default masked_fill.Scalar
+    ones_like.default reciprocal.default
+    softplus.default to.device to.dtype to.dtype_layout zeros_like.default square.default
     __and__.Tensor __or__.Tensor __and__.Scalar rsub.Scalar rsub.Tensor floor_divide.default floor_divide.Scalar
     where.ScalarOther where.ScalarSelf where.Scalar silu.default mish.default selu.default celu.default
-    hardswish.default hardsigmoid.default hardtanh.default relu6.default prelu.default multiply.Tensor divide.Tensor
+    hardswish.default hardsigmoid.default hardtanh.default relu6.default multiply.Tensor divide.Tensor
     subtract.Tensor true_divide.Tensor negative.default absolute.default arccos.default
     """.split()
 )
@@ -120,8 +142,7 @@ POINTWISE = frozenset(
 RESHAPES = frozenset(
     f"aten.{name}"
     for name in """
-    _reshape_alias.default _unsafe_view.default flatten.using_ints reshape.default reshape_as.default squeeze.default
-    squeeze.dim squeeze.dims unflatten.int unsqueeze.default view.default view_as.default
+    _unsafe_view.default flatten.using_ints reshape.default squeeze.dims unflatten.int unsqueeze.default view.default
     """.split()
 )
 
@@ -204,6 +225,11 @@ def letters(op: Op, operand: int, *, never: Sequence[int] = (), drop: Sequence[i
     marked, dropped = {d % rank for d in never} if rank else set(), {d % rank for d in drop} if rank else set()
     names = [("1" if keep else "") if d in dropped else string.ascii_letters[d] + ("!" if d in marked else "") for d in range(rank)]
     return " ".join(filter(None, names))
+
+
+def last(names: str, count: int) -> str:
+    """The last few of some letters: what is broadcast from the right."""
+    return " ".join(names.split()[len(names.split()) - count :])
 
 
 def along(op: Op, name: str = "dim", outputs: int = 1) -> str:
@@ -293,7 +319,7 @@ def einsum(op: Op) -> str:
 def attention(op: Op) -> str:
     """Scaled dot-product attention over q [..., h, q, e], k [..., h, k, e], v [..., h, k, v] and a mask of any lower rank."""
     rank = op.rank(0)
-    batch = string.ascii_lowercase[: rank - 3]
+    batch = string.ascii_lowercase[: max(rank - 3, 0)]
     head = ["h"] if rank > 2 else []
     shared = ["h~"] if rank > 2 else []
     query, key, value = [*batch, *head, "q!", "e!"], [*batch, *shared, "k!", "e!"], [*batch, *shared, "k!", "v!"]
@@ -340,6 +366,43 @@ def gathered(op: Op) -> str:
     return f"{letters(op, 0, never=(dim,))}, {index} -> {index.replace('!', '')}"
 
 
+def scattered(op: Op) -> str:
+    """Writes along one dimension, at places that each line along it has of its own."""
+    dim = op.dims("dim")[0]
+    if any(kind.shape[:dim] + kind.shape[dim + 1 :] != op.ins[0].shape[:dim] + op.ins[0].shape[dim + 1 :] for kind in op.ins[1:]):
+        raise LayoutError("a scatter that shortens another dimension")
+    texts = [" ".join(f"Y{i}!" if d == dim else n for d, n in enumerate(letters(op, 0).split())) for i in range(len(op.ins))]
+    return f"{', '.join(texts)} -> {texts[0]}"
+
+
+def patched(op: Op) -> str:
+    """Another value in place of a slice along one dimension."""
+    dim, gone = op.dims("dim")[0], op.rank(1) < op.rank(0)
+    names = letters(op, 0, never=(dim,)).split()
+    patch = [("" if gone else "Z!") if d == dim else n for d, n in enumerate(names)]
+    return f"{' '.join(names)}, {' '.join(filter(None, patch))} -> {' '.join(names)}"
+
+
+def tiled(op: Op) -> str:
+    """The whole tensor several times along some dimensions, which stay whole."""
+    repeats = list(op.argument("repeats"))
+    new = len(repeats) - op.rank(0)
+    names = letters(op, 0, never=[d for d, times in enumerate(repeats[new:]) if times != 1]).split()
+    outs = [f"Z{d}!" if n.endswith("!") else n for d, n in enumerate(names)]
+    return f"{' '.join(names)} -> {' '.join([*(f'Y{d}!' for d in range(new)), *outs])}"
+
+
+def scalar(op: Op) -> str:
+    """One number from all elements."""
+    return f"{letters(op, 0, never=range(op.rank(0)))} ->"
+
+
+def batch_normed(op: Op) -> str:
+    """Statistics of each channel over everything else."""
+    names = letters(op, 0, never=[d for d in range(op.rank(0)) if d != 1])
+    return ", ".join([names, *["b"] * (len(op.ins) - 1)]) + f" -> {names}"
+
+
 def padded(op: Op) -> str:
     count = len(op.argument("pad")) // 2
     changed = [d for d in range(op.rank(0)) if op.ins[0].shape[d] != op.outs[0].shape[d] or d >= op.rank(0) - count]
@@ -369,7 +432,7 @@ def cross_entropy(op: Op) -> str:
 def created(op: Op) -> str:
     """A new tensor with nothing of its operand but type and device."""
     out = " ".join(f"Y{n}!" for n in range(len(op.outs[0].shape)))
-    return f"* -> {out}"
+    return ", ".join(["_"] * len(op.ins)) + f" -> {out}"
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
@@ -460,8 +523,8 @@ def bind_rule(op: Op) -> Bound:
 
 def _spell(tokens: tuple[Token, ...], kind: TensorType) -> tuple[Token, ...]:
     rank = len(kind.shape)
-    if tokens == (Token("*"),):
-        return tuple(Token("*", never=True) for _ in range(rank))
+    if tokens == (Token("*"),) or tokens == (Token("_"),):
+        return tuple(Token(tokens[0].letter, never=tokens[0].letter == "*") for _ in range(rank))
     if Token("...") not in tokens:
         if len(tokens) != rank:
             raise LayoutError(f"a tensor of rank {rank} where the rule has {len(tokens)}")
@@ -561,6 +624,8 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> l
     dims: dict[str, Dim] = {}
     for tokens, layout, kind in zip(bound.ins, ins, op.ins, strict=True):
         for token, dim, size in zip(tokens, layout.dims, kind.shape, strict=True):
+            if token.letter == "_":
+                continue
             if cut_factors(dim):
                 _allow(op, bound, token.letter)
             if size == bound.sizes[token.letter]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -65,7 +67,7 @@ def own_loss(outputs: Any) -> Tensor | None:
 def weighted_sum(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
     """A loss for models without one: all floating-point outputs times fixed weights, which are the same for every row."""
     terms = [(leaf * _weights(leaf)).sum() for leaf in _floating(pytree.tree_leaves(outputs))]
-    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+    return reduce(operator.add, terms)
 
 
 def _floating(leaves: Iterable[Any]) -> list[Tensor]:
