@@ -87,14 +87,14 @@ def accumulate(engine: Engine, work: Work) -> list[Tensor]:
 
 
 def report(losses: list[Tensor], dtype: torch.dtype, groups: Groups) -> Tensor:
-    """The loss of the whole batch, on every rank. Collective over dp and pp."""
-    total = torch.stack(losses).sum(0).to(dtype) if losses else torch.zeros((), dtype=dtype, device=groups.device)
+    """The loss of the whole batch, on every rank, rounded once: parts are added up in float64. Collective over dp and pp."""
+    total = torch.stack(losses).double().sum(0) if losses else torch.zeros((), dtype=torch.float64, device=groups.device)
     last = groups.mesh.pp - 1
     if groups.coordinates["pp"] == last:
         total = mean_over_replicas(total, groups)
     if (pipeline := groups.group("pp")) is not None:
         dist.broadcast(total, src=groups.at_stage(last), group=pipeline)
-    return total
+    return total.to(dtype)
 
 
 def mean_over_replicas(value: Tensor, groups: Groups) -> Tensor:
