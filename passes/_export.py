@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def _attempt(call: Call, tensors: Sequence[Tensor], dims: Sequence[frozenset[int
     record = call.record
     record.refused, record.notes = None, {}
     try:
-        with torch.enable_grad(), _watching(record), _quiet():
+        with torch.inference_mode(False), torch.enable_grad(), _watching(record), _quiet():
             program = torch.export.export(call, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
     except Exception as error:
         if record.refused is not None:
@@ -89,11 +90,12 @@ def _failed(call: Call, error: Exception) -> CaptureError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch.export's own report of a failure, which ours replaces, out of logs and the terminal."""
+    """Keep torch.export's own reports, which ours replace, out of logs and the terminal."""
     before, text = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.ERROR)
     try:
-        with redirect_stderr(text):
+        with redirect_stderr(text), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attribute")  # weights that a module lists a second time
             yield
         sys.stderr.write(text.getvalue())
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NoReturn
@@ -17,6 +18,7 @@ from tpcompile.ir import Source
 OWN, TORCH = Path(errors.__file__).parent, Path(torch.__file__).parent
 
 
+@cache
 def is_user_file(name: str) -> bool:
     """Whether a file is neither torch's nor ours nor generated. The demo's model counts as a user's."""
     path = Path(name)

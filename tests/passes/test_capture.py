@@ -18,6 +18,7 @@ from tpcompile.ir import Program
 from tpcompile.layout import TensorType
 from tpcompile.passes._binding import arguments, leaves
 from tpcompile.passes.capture import bind_example, capture, matches
+from tpcompile.text import text
 
 VOCABULARY = 61
 Batch = Mapping[str, Any]
@@ -112,6 +113,10 @@ def test_the_demo() -> None:
     assert program.sources["linear"].path == "blocks.0.attention.qkv" and program.sources["linear"].file == "model.py"
 
 
+def test_text_of_one_layer(golden: Callable[..., None]) -> None:
+    golden(text(capture(GPT(Config(layers=1)), words(4, 8))), "capture")
+
+
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
 T5 = {"num_layers": 2, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "vocab_size": VOCABULARY, "decoder_start_token_id": 0}
@@ -175,6 +180,35 @@ def test_torch_encoder_with_masks() -> None:
     program = check(encoder(0.0), masked(4, 8), masked(3, 11))
     assert shapes(program) == {"src": "b, s, 16", "mask": "s, s", "src_key_padding_mask": "b, s"}
     assert [i.batch_dim for i in program.inputs.values()] == [0, None, 0]
+
+
+def test_torch_encoder_with_as_many_rows_as_positions() -> None:
+    def masked(rows: int, length: int) -> dict[str, Any]:
+        return features(rows, length) | {"mask": torch.zeros(length, length), "is_causal": False}
+
+    program = check(encoder(0.0), masked(8, 8), masked(3, 11))
+    assert [i.batch_dim for i in program.inputs.values()] == [0, None]
+
+
+def test_torch_encoder_and_decoder() -> None:
+    def pair(rows: int, source: int, target: int) -> dict[str, Tensor]:
+        return {"src": torch.randn(rows, source, 16), "tgt": torch.randn(rows, target, 16)}
+
+    torch.manual_seed(0)
+    program = check(nn.Transformer(16, 4, 2, 2, 32, batch_first=True), pair(4, 8, 6), pair(3, 5, 5))
+    assert shapes(program) == {"src": "b, s, 16", "tgt": "b, s1, 16"}
+    assert program.layers == ("encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1")
+
+
+def test_nothing_changes_outside() -> None:
+    model, batch = encoder(), features(4, 8)
+    state, training = {name: value.clone() for name, value in model.state_dict().items()}, [m.training for m in model.modules()]
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        program = capture(model, batch)
+    assert torch.equal(torch.get_rng_state(), before) and [m.training for m in model.modules()] == training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert_same(program, model, batch)
 
 
 # --------------------------------------------------------------------------------------------- small models
