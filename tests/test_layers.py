@@ -35,6 +35,11 @@ def module_of(path: Path) -> str:
     return ".".join(parts[1:] if parts[0] == "tpcompile" else parts)
 
 
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
     """Every module that a file imports, and whether it does so as soon as it is loaded."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -44,10 +49,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
         match node:
             case ast.Import(names=names):
                 yield from ((alias.name, at_once) for alias in names)
-            case ast.ImportFrom(module=module, names=names, level=0) if module == "tpcompile":
-                yield from ((f"tpcompile.{alias.name}" if alias.name in RANK else module, at_once) for alias in names)
-            case ast.ImportFrom(module=module, level=0):
-                yield str(module), at_once
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield from ((f"{module}.{alias.name}" if is_module(f"{module}.{alias.name}") else module, at_once) for alias in names)
             case ast.ImportFrom(level=level) if level:
                 yield "." * level, at_once
 
