@@ -85,7 +85,7 @@ class Orders:
         """Rows into an order, or back."""
         indices = list(argument(op.node, "indices"))
         source = rows.layouts[op.operands[0]][0]
-        if len(indices) != 1 or indices[0] not in self.places and indices[0] not in self.inverses:
+        if len(indices) != 1 or (indices[0] not in self.places and indices[0] not in self.inverses):
             return None
         (factor, *others) = cut_factors(source.dims[0]) or [Factor(0)]
         if others or any(cut_factors(dim) for dim in source.dims[1:]):

@@ -18,7 +18,7 @@ from tpcompile.factors import LayoutError
 from tpcompile.ir import Program
 from tpcompile.layout import Dim, Factor, Layout, Size, TensorType, cut_factors, whole
 from tpcompile.passes._orders import ROWS, Orders
-from tpcompile.rules import RESHAPES, argument, forward, has_rule, op_name, view_op
+from tpcompile.rules import RESHAPES, argument, aten_names, forward, has_rule, op_name, view_op
 
 
 @dataclass
@@ -30,13 +30,17 @@ class Rows:
     broken: dict[fx.Node, str] = field(default_factory=dict)
     orders: Orders = field(default_factory=Orders)
     counting: set[fx.Node] = field(default_factory=set)  # 0, 1, 2, … along the rows: the row's own number
-    symbols: frozenset[sympy.Symbol] = frozenset()
+    symbols: frozenset[sympy.Basic] = frozenset()
 
     @classmethod
     def of(cls, program: Program) -> Rows:
         """Carry the batch dimension forward through the whole graph."""
-        dims = [program.types[name].shape[i.batch_dim] for name, i in program.inputs.items() if i.batch_dim is not None]  # type: ignore[union-attr]
-        rows = cls(program, symbols=frozenset(symbol for size in dims if isinstance(size, sympy.Expr) for symbol in size.free_symbols))
+        symbols: set[sympy.Basic] = set()
+        for name, entry in program.inputs.items():
+            kind = program.types[name]
+            if entry.batch_dim is not None and isinstance(kind, TensorType):
+                symbols |= sympy.sympify(kind.shape[entry.batch_dim]).free_symbols
+        rows = cls(program, symbols=frozenset(symbols))
         for node in program.graph.nodes:
             try:
                 rows.visit(node)
@@ -124,7 +128,11 @@ class Rows:
         depth = len(self.layouts[first][0].dims) - place[0]
         width = max(len(self.layouts[i][0].dims) for i in indices if i is not None)
         for index in indices[1:]:
-            cuts = [len(self.layouts[index][0].dims) - d for d, dim in enumerate(self.layouts[index][0].dims) if cut_factors(dim)] if index else []
+            cuts = (
+                [len(self.layouts[index][0].dims) - d for d, dim in enumerate(self.layouts[index][0].dims) if cut_factors(dim)]
+                if index
+                else []
+            )
             if cuts not in ([], [depth]):
                 raise LayoutError("rows look into other rows")
         if not cut_factors(have.dims[0]) or any(cut_factors(dim) for dim in have.dims[1:]) or None in indices:
@@ -147,14 +155,11 @@ class Rows:
         return f"{op_name(first)}{f' at {source}' if source else ''}: {self.broken[first]}"
 
 
-PLAIN = frozenset(
-    f"aten.{name}" for name in "add.Tensor expand.default to.dtype to.dtype_layout to.device slice.Tensor contiguous.default clone.default".split()
-)
+PLAIN = aten_names("add.Tensor expand.default to.dtype to.dtype_layout to.device slice.Tensor contiguous.default clone.default")
 """Operations that leave the number of a row what it is; `add` of something else than zero makes an index that no rule accepts."""
 
-FILLED = frozenset(
-    f"aten.{name}" for name in "full.default zeros.default ones.default empty.memory_format scalar_tensor.default eye.default".split()
-)
+FILLED = aten_names("full.default zeros.default ones.default empty.memory_format scalar_tensor.default")
+"""New tensors that are the same in every row."""
 
 
 def _rows(size: Size) -> Dim:
@@ -170,7 +175,7 @@ def symbol_nodes(graph: fx.Graph, program: Program, expression: sympy.Expr | int
             name, dim = program.symbols[expression]
             return graph.call_function(torch.ops.aten.sym_size.int, (made[name], dim))
         case sympy.Add() | sympy.Mul():
-            parts = [symbol_nodes(graph, program, part, made) for part in expression.args]  # type: ignore[arg-type]
+            parts = [symbol_nodes(graph, program, part, made) for part in expression.args]
             total = parts[0]
             for part in parts[1:]:
                 total = graph.call_function(operator.add if isinstance(expression, sympy.Add) else operator.mul, (total, part))

@@ -42,7 +42,9 @@ def weight_values(program: Program) -> frozenset[fx.Node]:
     """The values computed from parameters alone."""
     found: set[fx.Node] = set()
     for node in program.graph.nodes:
-        if node.name in program.parameters or (node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
+        if node.name in program.parameters or (
+            node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)
+        ):
             found.add(node)
     return frozenset(found)
 
@@ -61,9 +63,9 @@ def seeds(program: Program, node: fx.Node, weights: frozenset[fx.Node]) -> Itera
     kept = {token.letter for tokens in bound.outs for token in tokens}
     for letter in bound.sizes:
         holders = [operand for operand, tokens in zip(op.operands, bound.ins, strict=True) if letter in {t.letter for t in tokens}]
-        if letter not in kept and letter not in bound.never and bound.sizes[letter] != 1:
-            if any(h in weights for h in holders) and any(h not in weights for h in holders):
-                yield op, letter, bound
+        contracted = letter not in kept and letter not in bound.never and bound.sizes[letter] != 1
+        if contracted and len({holder in weights for holder in holders}) == 2:
+            yield op, letter, bound
 
 
 @dataclass

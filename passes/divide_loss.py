@@ -12,12 +12,20 @@ from tpcompile.factors import LayoutError
 from tpcompile.ir import Count, Draft, Program
 from tpcompile.layout import TensorType, product
 from tpcompile.passes._rows import Rows, symbol_nodes
-from tpcompile.rules import argument, op_name
+from tpcompile.rules import argument, aten_names, op_name
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
 
-LINEAR = ("aten.view.default", "aten.reshape.default", "aten.squeeze.default", "aten.clone.default", "aten.to.dtype", "aten.alias.default", "aten.neg.default")
+LINEAR = (
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten.squeeze.default",
+    "aten.clone.default",
+    "aten.to.dtype",
+    "aten.alias.default",
+    "aten.neg.default",
+)
 
 
 def divide_loss(program: Program, witness: Program | None = None) -> Program:
@@ -72,7 +80,7 @@ class _Divider:
                 self.reduced(node)
             case "aten.mean.default":
                 self.sum(node)
-                kind = self.program.types[node.args[0].name]  # type: ignore[union-attr]
+                kind = self.program.types[node.all_input_nodes[0].name]
                 with self.draft.graph.inserting_before(self.target(node)):
                     source = self.target(node).args[0]
                     total = self.draft.call(aten.sum.default, source, type=self.program.types[node.name], like=node)
@@ -83,7 +91,9 @@ class _Divider:
 
     def sum(self, node: fx.Node) -> None:
         """Check that a value is a sum, or a mean, over values that keep rows apart."""
-        while op_name(node) in LINEAR or (op_name(node) in ("aten.mul.Tensor", "aten.div.Tensor") and not isinstance(node.args[1], fx.Node)):
+        while op_name(node) in LINEAR or (
+            op_name(node) in ("aten.mul.Tensor", "aten.div.Tensor") and not isinstance(node.args[1], fx.Node)
+        ):
             node = node.args[0]  # type: ignore[assignment]
         if op_name(node) in ("aten.sum.default", "aten.mean.default") or argument_or(node, "reduction") == SUM:
             self.apart(node.all_input_nodes, node)
@@ -201,9 +211,11 @@ class _Divider:
         return f"{op_name(node)}{f' at {source}' if source else ''}"
 
 
-REDUCING = frozenset(
-    f"aten.{name}.default"
-    for name in "binary_cross_entropy binary_cross_entropy_with_logits cross_entropy_loss huber_loss l1_loss mse_loss smooth_l1_loss soft_margin_loss".split()
+REDUCING = aten_names(
+    """
+    binary_cross_entropy.default binary_cross_entropy_with_logits.default cross_entropy_loss.default huber_loss.default
+    l1_loss.default mse_loss.default smooth_l1_loss.default soft_margin_loss.default
+    """
 )
 """Loss functions that are sums over elements, or their mean."""
 

@@ -33,7 +33,9 @@ def plan(program: Program, cones: Sequence[Cone], axis: str, parts: int, overrid
         for union in sorted(unions, key=lambda u: (RANK[u.kind], -u.weight(program), chooser.order[u.rows[0]])):
             chooser.consider(union)
         chooser.force()
-    regions = sorted(chooser.regions, key=lambda region: chooser.order[next(iter(region.rows), region.columns[0] if region.columns else "")])
+    regions = sorted(
+        chooser.regions, key=lambda region: chooser.order[next(iter(region.rows), region.columns[0] if region.columns else "")]
+    )
     return Plan(tuple(regions), tuple(left(program, cones, regions, chooser)))
 
 
@@ -72,7 +74,12 @@ def unite(cones: Sequence[Cone]) -> list[Union]:
 
 def _joins(a: Union, b: Union) -> bool:
     shared = a.layouts.keys() & b.layouts.keys()
-    return bool(shared) and all(_alike(a.layouts[name], b.layouts[name]) for name in shared) and not set(a.rows) & b.layouts.keys() and not set(b.rows) & a.layouts.keys()
+    return (
+        bool(shared)
+        and all(_alike(a.layouts[name], b.layouts[name]) for name in shared)
+        and not set(a.rows) & b.layouts.keys()
+        and not set(b.rows) & a.layouts.keys()
+    )
 
 
 def _alike(a: Layout | tuple[Layout, ...], b: Layout | tuple[Layout, ...]) -> bool:
@@ -146,10 +153,12 @@ class _Chooser:
         cut = {*union.layouts, *union.rows}
         for name in union.layouts:
             for user in self.nodes[name].users:
-                if user.name not in cut and user.op != "output" and op_name(user) not in SHAPES_ONLY and union.kind != "attention":
-                    if not (op_name(user) == "getitem" or name in self.program.parameters):
-                        return f"its value {name} is also used whole, by {user.name}{self.at(user.name)}"
-        if union.kind == "linear" and any(operand.name in self.taken for row in union.columns for operand in self.nodes[row].all_input_nodes):
+                outside = user.name not in cut and user.op != "output" and op_name(user) not in (*SHAPES_ONLY, "getitem")
+                if outside and union.kind != "attention" and name not in self.program.parameters:
+                    return f"its value {name} is also used whole, by {user.name}{self.at(user.name)}"
+        if union.kind == "linear" and any(
+            operand.name in self.taken for row in union.columns for operand in self.nodes[row].all_input_nodes
+        ):
             return "a chain of linears inside another region"
         return ""
 
@@ -192,7 +201,9 @@ class _Chooser:
                 self.cut_alone(view_op(node, self.program.types), wish)
         for pattern, wish in self.overrides.items():
             if wish not in ("whole", "cut", "column", "row", "per micro-batch"):
-                raise InputError(f'overrides[{pattern!r}] is {wish!r}', at="compile(overrides=…)", fix='use "whole", "cut", "column" or "row"')
+                raise InputError(
+                    f"overrides[{pattern!r}] is {wish!r}", at="compile(overrides=…)", fix='use "whole", "cut", "column" or "row"'
+                )
             if pattern not in self.matched and wish != "per micro-batch":
                 known = ", ".join(sorted({region.name for region in self.regions})) or "none"
                 raise InputError(f"overrides name no region: {pattern!r}", at="compile(overrides=…)", fix=f"the regions are {known}")
@@ -202,7 +213,9 @@ class _Chooser:
         letter = "n" if wish == "column" else "k"
         size = bound.sizes[letter]
         if not isinstance(size, int) or size < self.parts:
-            raise InputError(f"{size} cannot be cut in {self.parts}", at=f"overrides: {op.node.name}{self.at(op.node.name)}", fix="leave it whole")
+            raise InputError(
+                f"{size} cannot be cut in {self.parts}", at=f"overrides: {op.node.name}{self.at(op.node.name)}", fix="leave it whole"
+            )
         cut = Cut(self.axis, tuple(even(size, self.parts)))
 
         def place(tokens: Iterable[object], kind: TensorType) -> Layout:
@@ -210,7 +223,9 @@ class _Chooser:
             return Layout(tuple(((Factor(n, cut if getattr(t, "letter", "") == letter else None),),) for t, n in named))
 
         ins = tuple(place(tokens, kind) for tokens, kind in zip(bound.ins, op.ins, strict=True))
-        layouts: dict[str, Layout | tuple[Layout, ...]] = {o.name: ins[i] for i, o in enumerate(op.operands) if o.name in self.program.parameters and ins[i].is_cut}
+        layouts: dict[str, Layout | tuple[Layout, ...]] = {
+            o.name: ins[i] for i, o in enumerate(op.operands) if o.name in self.program.parameters and ins[i].is_cut
+        }
         rows = {op.node.name: ins} if wish == "row" else {}
         if wish == "column":
             layouts[op.node.name] = place(bound.outs[0], op.outs[0])
@@ -238,7 +253,7 @@ class Bounds:
 
 def choose(layouts: Mapping[str, Layout | tuple[Layout, ...]], wants: Mapping[str, tuple[Layout, ...]], parts: int) -> Bounds:
     """Cut where no atom is broken: an atom is the smallest piece that every dimension of the region can be cut at."""
-    every = [l for layout in layouts.values() for l in ((layout,) if isinstance(layout, Layout) else layout)]
+    every = [part for layout in layouts.values() for part in ((layout,) if isinstance(layout, Layout) else layout)]
     every += [layout for operands in wants.values() for layout in operands]
     factors = [factor for layout in every for dim in layout.dims for segment in dim for factor in segment if isinstance(factor.cut, Open)]
     if any(not isinstance(factor.size, int) for factor in factors):
@@ -330,4 +345,3 @@ def _looks_up(node: fx.Node, program: Program) -> bool:
     if not isinstance(program.types.get(node.name), TensorType) or not has_rule(view_op(node, program.types)):
         return False
     return op_name(node) == "aten.embedding.default"
-

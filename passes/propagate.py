@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tpcompile.ir import Plan, Program, Sharded, TensorType
-from tpcompile.layout import Layout, same, whole
+from tpcompile.ir import Plan, Program, Sharded
+from tpcompile.layout import Layout, TensorType, same, whole
 from tpcompile.rules import op_name, wants_of
 
 
@@ -31,7 +31,11 @@ def differentiable(program: Program) -> frozenset[str]:
     """The values through which a gradient may flow: computed from a parameter, in floating point, not detached."""
     flowing = set(program.parameters)
     for node in program.graph.nodes:
-        if node.op == "call_function" and op_name(node) != "aten.detach.default" and any(operand.name in flowing for operand in node.all_input_nodes):
+        if (
+            node.op == "call_function"
+            and op_name(node) != "aten.detach.default"
+            and any(operand.name in flowing for operand in node.all_input_nodes)
+        ):
             kind = program.types.get(node.name)
             kinds = kind if isinstance(kind, tuple) else (kind,)
             if any(isinstance(part, TensorType) and (part.dtype.is_floating_point or part.dtype.is_complex) for part in kinds):

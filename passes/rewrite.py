@@ -70,7 +70,15 @@ class _Writer:
         target, args, kwargs, addend = split_addend(node, args, kwargs)
         name, origin = node.name, "" if addend is not None else node.name
         made = self.add("call_function", target, args, kwargs, f"{name}_partial", partial, origin)
-        made = self.add("call_function", ops.reduce.default, (made, self.sharded.axis), {}, f"{name}_sum" if addend is not None else name, reduced, origin)
+        made = self.add(
+            "call_function",
+            ops.reduce.default,
+            (made, self.sharded.axis),
+            {},
+            f"{name}_sum" if addend is not None else name,
+            reduced,
+            origin,
+        )
         if addend is not None:
             made = self.add("call_function", torch.ops.aten.add.Tensor, (made, addend), {}, name, reduced, name)
         self.values[node] = made
@@ -102,7 +110,13 @@ class _Writer:
             return self.owned(value, have)
         node = self.gathered(value, have) if have.is_cut else self.values[value]
         if value.name in self.sharded.entering:
-            node = self.once("enter", value, user, "", lambda: self.collective("enter", node, f"{value.name}_enter", have=_uncut(have), origin=value.name))
+            node = self.once(
+                "enter",
+                value,
+                user,
+                "",
+                lambda: self.collective("enter", node, f"{value.name}_enter", have=_uncut(have), origin=value.name),
+            )
         for dim, places in enumerate(want.dims):
             if cut_factors(places):
                 node = self.once("slice", value, user, f"{dim}{places}", lambda n=node, d=dim, p=places: self.sliced(n, value, d, p, want))  # type: ignore[misc]
@@ -114,13 +128,23 @@ class _Writer:
             return self.values[value]
         dim, places = next((d, p) for d, p in enumerate(have.dims) if cut_factors(p))
         return self.once(
-            "shared", value, None, "", lambda: self.collective("shared", self.values[value], f"{value.name}_shared", dim, places, have=have, origin=value.name)
+            "shared",
+            value,
+            None,
+            "",
+            lambda: self.collective("shared", self.values[value], f"{value.name}_shared", dim, places, have=have, origin=value.name),
         )
 
     def gathered(self, value: fx.Node, have: Layout) -> fx.Node:
         dim, places = next((d, p) for d, p in enumerate(have.dims) if cut_factors(p))
         return self.once(
-            "gather", value, None, "", lambda: self.collective("gather", self.values[value], f"{value.name}_gather", dim, places, have=_uncut(have), origin=value.name)
+            "gather",
+            value,
+            None,
+            "",
+            lambda: self.collective(
+                "gather", self.values[value], f"{value.name}_gather", dim, places, have=_uncut(have), origin=value.name
+            ),
         )
 
     def sliced(self, node: fx.Node, value: fx.Node, dim: int, places: Dim, want: Layout) -> fx.Node:
@@ -180,13 +204,16 @@ SHAPE_ARGUMENT: Mapping[str, str] = {
 }
 
 
-def localize(op: Op, writer: _Writer, wants: Mapping[fx.Node, Layout], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+def localize(
+    op: Op, writer: _Writer, wants: Mapping[fx.Node, Layout], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any, Any]:
     """The call with its sizes, offsets and repeats as this rank has them."""
     layout = writer.sharded.layouts[op.node.name]
     if isinstance(layout, tuple):
         if op.name == "aten.split_with_sizes.default":
             dim = op.dims("dim")[0]
-            return op.node.target, *_set(op, args, kwargs, "split_sizes", [writer.number(lambda c, p=p: local_size(p.dims[dim], c)) for p in layout])  # type: ignore[misc]
+            sizes = [_size(writer, part.dims[dim]) for part in layout]
+            return op.node.target, *_set(op, args, kwargs, "split_sizes", sizes)
         return op.node.target, args, kwargs
     if op.name in SHAPE_ARGUMENT:
         given = list(argument(op.node, SHAPE_ARGUMENT[op.name]))
@@ -195,7 +222,10 @@ def localize(op: Op, writer: _Writer, wants: Mapping[fx.Node, Layout], args: tup
     match op.name:
         case "aten.unflatten.int":
             dim, count = op.dims("dim")[0], len(argument(op.node, "sizes"))
-            sizes = [_local_dim(writer, size, places) for size, places in zip(_own(list(argument(op.node, "sizes")), args, op), layout.dims[dim : dim + count], strict=True)]
+            sizes = [
+                _local_dim(writer, size, places)
+                for size, places in zip(_own(list(argument(op.node, "sizes")), args, op), layout.dims[dim : dim + count], strict=True)
+            ]
             return op.node.target, *_set(op, args, kwargs, "sizes", sizes)
         case "aten.repeat_interleave.self_int":
             return _repeat(op, writer, wants[op.operands[0]], layout, args, kwargs)
@@ -208,6 +238,10 @@ def localize(op: Op, writer: _Writer, wants: Mapping[fx.Node, Layout], args: tup
     return op.node.target, args, kwargs
 
 
+def _size(writer: _Writer, dim: Dim) -> Any:
+    return writer.number(lambda coordinate: local_size(dim, coordinate))
+
+
 def _own(given: list[Any], args: tuple[Any, ...], op: Op) -> list[Any]:
     """A list argument as it stands in the local call, where symbolic sizes are local nodes already."""
     mapped = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) == len(given)]
@@ -215,9 +249,9 @@ def _own(given: list[Any], args: tuple[Any, ...], op: Op) -> list[Any]:
 
 
 def _local_dim(writer: _Writer, size: Any, dim: Dim) -> Any:
-    if not cut_factors(dim) or size == -1 and not isinstance(local_size(dim, 0), int):
+    if not cut_factors(dim) or (size == -1 and not isinstance(local_size(dim, 0), int)):
         return size
-    held = writer.number(lambda coordinate: local_size(dim, coordinate))
+    held = _size(writer, dim)
     return held if isinstance(held, (int, PerRank)) else -1
 
 
@@ -258,11 +292,18 @@ def _repeat(op: Op, writer: _Writer, source: Layout, layout: Layout, args: tuple
     return op.node.target, *_set(op, args, kwargs, "repeats", writer.number(lambda c: times[c]))
 
 
-def _attend(op: Op, writer: _Writer, wants: Mapping[fx.Node, Layout], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _attend(
+    op: Op, writer: _Writer, wants: Mapping[fx.Node, Layout], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any, Any]:
     """Attention that shares key/value heads itself; where a rank's heads do not share evenly, they are picked before."""
     head = op.rank(0) - 3
     query, key = wants[op.operands[0]], wants[op.operands[1]]
-    if head < 0 or not argument(op.node, "enable_gqa") or op.ins[0].shape[head] == op.ins[1].shape[head] or not cut_factors(query.dims[head]):
+    if (
+        head < 0
+        or not argument(op.node, "enable_gqa")
+        or op.ins[0].shape[head] == op.ins[1].shape[head]
+        or not cut_factors(query.dims[head])
+    ):
         return op.node.target, args, kwargs
     _, picks = _picks(query.dims[head], key.dims[head], writer.sharded.parts)
     if all(_regular(pick) is not None for pick in picks):

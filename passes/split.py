@@ -15,7 +15,9 @@ LATE = ("tpcompile.enter.default", "tpcompile.local_slice.default", "tpcompile.s
 """Conversions stand where their users are: what they convert crosses once, before them."""
 
 
-PRODUCTS = tuple(f"aten.{name}.default" for name in ("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "scaled_dot_product_attention"))
+PRODUCTS = tuple(
+    f"aten.{name}.default" for name in ("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "scaled_dot_product_attention")
+)
 
 
 def split(local: Local, stages: int, costs: Mapping[str, int]) -> tuple[Stage, ...]:
@@ -24,7 +26,7 @@ def split(local: Local, stages: int, costs: Mapping[str, int]) -> tuple[Stage, .
     before  %h1 = layer 0, %h2 = layer 1 (%h1, %cos), %h3 = layer 2 (%h2, %cos)
     after   stage 0: ids → %h1, %h2;  stage 1: %h2, ids → %cos again, %h3
     """
-    places = place(local, stages, costs) if stages > 1 else {node: 0 for node in local.graph.nodes}
+    places = place(local, stages, costs) if stages > 1 else dict.fromkeys(local.graph.nodes, 0)
     cutter = _Cutter(local, places, stages)
     return tuple(cutter.stage(index) for index in range(stages))
 
@@ -82,7 +84,9 @@ def balance(loads: Sequence[int], stages: int) -> list[tuple[int, int]]:
     for stage in range(1, stages + 1):
         for stop in range(stage, count - (stages - stage) + 1):
             options = [
-                (max(best[stage - 1, start][0], sums[stop] - sums[start]), start) for start in range(stage - 1, stop) if (stage - 1, start) in best
+                (max(best[stage - 1, start][0], sums[stop] - sums[start]), start)
+                for start in range(stage - 1, stop)
+                if (stage - 1, start) in best
             ]
             best[stage, stop] = min(options, key=lambda option: (option[0], option[1]))
     ranges: list[tuple[int, int]] = []
@@ -135,7 +139,9 @@ class _Cutter:
         """What is made up to a boundary and used behind it, unless it can be computed there again."""
         late = [node for node in self.local.graph.nodes if self.places[node] > boundary and node.op not in ("placeholder", "output")]
         wanted = {operand for node in late for operand in node.all_input_nodes} | set(self.returned)
-        found = [node for node in self._closed(wanted) if self.places[node] <= boundary and node not in self.free and node.op != "placeholder"]
+        found = [
+            node for node in self._closed(wanted) if self.places[node] <= boundary and node not in self.free and node.op != "placeholder"
+        ]
         return sorted(found, key=self.order.__getitem__)
 
     def _closed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -154,7 +160,7 @@ class _Cutter:
         sent = self.crossing[index] if index < self.stages - 1 else self.returned
         body = {node for node in self.local.graph.nodes if self.places[node] == index and node.op not in ("placeholder", "output")}
         body = (self._closed(body | set(sent)) | {o for node in body for o in node.all_input_nodes}) - set(received)
-        body |= {o for node in self._closed({o for node in body for o in node.all_input_nodes} - set(received)) for o in (node,)}
+        body |= self._closed({o for node in body for o in node.all_input_nodes} - set(received))
         nodes = sorted(body - set(received), key=self.order.__getitem__)
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in received:
@@ -213,4 +219,4 @@ def _free(local: Local) -> Iterable[fx.Node]:
                 inputs.add(node)
             elif operands <= weights:
                 weights.add(node)
-    return [node for node in (*inputs, *weights)]
+    return [*inputs, *weights]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import sympy
 
 from tpcompile.factors import LayoutError
-from tpcompile.ir import Program, TensorType
-from tpcompile.layout import Size, product
+from tpcompile.ir import Program
+from tpcompile.layout import Size, TensorType, product
 from tpcompile.rules import RESHAPES, bind_rule, has_rule, op_name, view_op
 
 
@@ -49,4 +49,4 @@ def evaluate(size: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
     """An expression's value where its symbols have these values; symbols that are not given count as 1."""
     if isinstance(size, int):
         return size
-    return int(size.subs({symbol: sizes.get(symbol, 1) for symbol in size.free_symbols}))
+    return int(size.subs({symbol: sizes.get(symbol, 1) for symbol in size.free_symbols if isinstance(symbol, sympy.Symbol)}))

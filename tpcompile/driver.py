@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from tpcompile.passes.split import split
 from tpcompile.text import text
 from tpcompile.verify import verify
 
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -44,16 +46,24 @@ class Options:
 
 @dataclass(frozen=True)
 class Step:
-    """One pass as it ran: the text before and after, and its time in seconds."""
+    """One pass as it ran: its time in seconds, and what went in and came out, printed when it is asked for."""
 
     name: str
-    before: str
-    after: str
+    given: object
+    made: object
     seconds: float
 
     @property
+    def before(self) -> str:
+        return text(self.given)
+
+    @property
+    def after(self) -> str:
+        return text(self.made)
+
+    @property
     def text(self) -> str:
-        return self.after
+        return text(self.made)
 
     def diff(self) -> str:
         """The lines that the pass changed."""
@@ -95,14 +105,14 @@ def lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Optio
     """Compile a model for one micro-batch's shapes, from capture to stages. Needs no process group and no device but the model's own."""
     log = _Log()
     captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss)))
-    program = verify(log.run("normalize", captured, lambda: normalize(captured)))
-    witness = _witness(model, batch, program, options, mesh)
-    program = verify(log.run("divide_loss", program, lambda p=program: divide_loss(p, witness)))
+    normal = verify(log.run("normalize", captured, lambda: normalize(captured)))
+    witness = _witness(model, batch, normal, options, mesh)
+    program = verify(log.run("divide_loss", normal, lambda: divide_loss(normal, witness)))
     cones = log.run("detect", program, lambda: detect(program))
     chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, options.overrides))
     sharded = verify(log.run("propagate", program, lambda: propagate(program, chosen, "tp", mesh.tp)))
-    local = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
-    local = verify(log.run("optimize", local, lambda l=local: optimize(l)))
+    rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
+    local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten)))
     stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch))))
     return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, MappingProxyType(log.steps))
 
@@ -115,8 +125,8 @@ def _witness(model: nn.Module, batch: Mapping[str, Any], program: Program, optio
 
     def doubled(value: Any, path: str) -> Any:
         match value:
-            case Tensor() if entries.get(path) is not None:
-                return torch.cat([value, value], entries[path])
+            case Tensor() if (dim := entries.get(path)) is not None:
+                return torch.cat([value, value], dim)
             case Mapping():
                 return {key: doubled(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
             case tuple() | list():
@@ -143,30 +153,13 @@ def costs(program: Program, batch: Mapping[str, Any]) -> dict[str, int]:
 
 
 class _Log:
-    """Runs passes one after the other and keeps what they made, as text on demand."""
+    """Runs passes one after the other and remembers what they made."""
 
     def __init__(self) -> None:
         self.steps: dict[str, Step] = {}
 
-    def run(self, name: str, before: Any, work: Callable[[], Any]) -> Any:
+    def run(self, name: str, before: object, work: Callable[[], Made]) -> Made:
         start = time.perf_counter()
         made = work()
-        self.steps[name] = _LazyStep(name, before, made, time.perf_counter() - start)  # type: ignore[assignment]
+        self.steps[name] = Step(name, before, made, time.perf_counter() - start)
         return made
-
-
-class _LazyStep(Step):
-    """A step whose texts are printed when they are asked for."""
-
-    def __init__(self, name: str, before: object, after: object, seconds: float) -> None:
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "seconds", seconds)
-        object.__setattr__(self, "values", (before, after))
-
-    @property
-    def before(self) -> str:  # type: ignore[override]
-        return text(self.values[0])  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def after(self) -> str:  # type: ignore[override]
-        return text(self.values[1])  # type: ignore[attr-defined, no-any-return]

@@ -9,7 +9,22 @@ from collections.abc import Sequence
 
 import sympy
 
-from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Segment, Size, canonical, cut_factors, product, same_dim, size_of, tidy, whole_dim
+from tpcompile.layout import (
+    Cut,
+    Dim,
+    Factor,
+    Layout,
+    Open,
+    Segment,
+    Size,
+    canonical,
+    cut_factors,
+    product,
+    same_dim,
+    size_of,
+    tidy,
+    whole_dim,
+)
 
 
 class LayoutError(Exception):
@@ -187,5 +202,6 @@ def join(first: Dim, second: Dim) -> Dim:
 def rename(dim: Dim, keys: dict[int, int]) -> Dim:
     """A dimension with the keys of its open cuts replaced."""
     return tuple(
-        tuple(Factor(f.size, Open(keys.get(f.cut.key, f.cut.key), f.cut.shared)) if isinstance(f.cut, Open) else f for f in segment) for segment in dim
+        tuple(Factor(f.size, Open(keys.get(f.cut.key, f.cut.key), f.cut.shared)) if isinstance(f.cut, Open) else f for f in segment)
+        for segment in dim
     )

@@ -1,9 +1,9 @@
 """The values that flow between passes: an fx graph that nobody mutates once built, and frozen tables keyed by node name.
 
-    Program   the global graph: what the user's model computes, on one device
-    Sharded   the same graph, with a layout for every value and for its gradient
-    Local     the graph of one tensor-parallel rank, with collectives; numbers that differ by rank are `PerRank`
-    Stage     the part of a Local graph that one pipeline stage runs
+Program   the global graph: what the user's model computes, on one device
+Sharded   the same graph, with a layout for every value and for its gradient
+Local     the graph of one tensor-parallel rank, with collectives; numbers that differ by rank are `PerRank`
+Stage     the part of a Local graph that one pipeline stage runs
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Stage:
     """One pipeline stage of a Local graph.
 
     The graph's placeholders are, in order: what it receives, its parameters, buffers, constants, the user's inputs, counts and
-    `rng_key` that it uses. Its output is the tuple of what it sends; the last stage's is the tuple of the program's outputs, the loss first.
+    `rng_key` that it uses. Its output is the tuple of what it sends; the last stage's is the program's outputs, the loss first.
     """
 
     index: int

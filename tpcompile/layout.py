@@ -145,8 +145,7 @@ def _parse_size(text: str) -> Size:
     if text.isdigit():
         return int(text)
     names = re.findall(r"[A-Za-z_]\w*(?![\w(])", text)
-    expression: sympy.Expr = sympy.sympify(text, locals={name: symbol(name) for name in names})
-    return expression
+    return sympy.parse_expr(text, local_dict={name: symbol(name) for name in names})  # type: ignore[no-any-return]
 
 
 def symbol(name: str) -> sympy.Symbol:
@@ -164,7 +163,7 @@ def whole_dim(size: Size) -> Dim:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    return math.prod(sizes)  # type: ignore[arg-type]
+    return math.prod(sizes)
 
 
 def size_of(dim: Dim) -> Size:
@@ -284,7 +283,7 @@ def concrete(layout: Layout, sizes: Mapping[sympy.Symbol, int]) -> Layout:
     """A layout for given values of the symbols."""
 
     def known(size: Size) -> Size:
-        return size if isinstance(size, int) else int(size.subs(sizes))
+        return size if isinstance(size, int) else int(size.subs(dict(sizes)))  # type: ignore[arg-type]
 
     dims = tuple(tuple(tuple(Factor(known(f.size), f.cut) for f in segment) for segment in dim) for dim in layout.dims)
     return Layout(dims, layout.partial)

@@ -97,7 +97,7 @@ class Mesh:
             if name in sizes:
                 raise InputError(f"mesh axis {name!r} is given twice", at=f"mesh {mesh!r}", source=caller(), fix=f"give {name} once")
             sizes[name] = int(match[2])
-        return cls(**sizes)
+        return cls(sizes.get("dp", 1), sizes.get("pp", 1), sizes.get("tp", 1))
 
     @classmethod
     def _of_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
@@ -111,6 +111,6 @@ class Mesh:
             )
         if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
             raise InputError("the DeviceMesh does not hold the ranks 0, 1, 2, … in order", at="mesh", source=caller(), fix="use init_device_mesh without reordering ranks")
-        sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+        sizes = {"dp": 1, "pp": 1, "tp": 1} | dict(zip(names, mesh.mesh.shape, strict=True))
         missing = tuple(name for name in AXES if name not in names)
-        return cls(**sizes, order=missing + tuple(names))
+        return cls(sizes["dp"], sizes["pp"], sizes["tp"], order=missing + tuple(names))

@@ -10,7 +10,8 @@ A rule names each dimension of each tensor operand by a letter, as in `"... k, n
     z     a letter that no output has is contracted: cut, it leaves a partial sum
 
 An operand's dimension of size one where the letter is longer is broadcast, hence whole. A row whose value is a function computes its text
-from the operation's arguments. Views are no products of letters: `RESHAPES` go through `factors.reshape`, `SPLITS` through `factors.divide`.
+from the operation's arguments. Views are no products of letters: `RESHAPES` go through `factors.reshape`, `SPLITS` through
+`factors.divide`.
 """
 
 from __future__ import annotations
@@ -124,31 +125,34 @@ RULES: Mapping[str, Rule] = {
     "transformers.grouped_mm_fallback.default": "t! k, e! k n, e! -> t! n",
 }
 
-POINTWISE = frozenset(
-    f"aten.{name}"
-    for name in """
-    alias.default clone.default contiguous.default detach.default dropout.default empty_like.default full_like.default
-    copy.default isfinite.default lift_fresh_copy.default log_sigmoid.default masked_fill.Scalar
-    ones_like.default reciprocal.default
-    softplus.default to.device to.dtype to.dtype_layout zeros_like.default square.default
-    __and__.Tensor __or__.Tensor __and__.Scalar rsub.Scalar rsub.Tensor floor_divide.default floor_divide.Scalar
-    where.ScalarOther where.ScalarSelf where.Scalar silu.default mish.default selu.default celu.default
-    hardswish.default hardsigmoid.default hardtanh.default relu6.default multiply.Tensor divide.Tensor
-    subtract.Tensor true_divide.Tensor negative.default absolute.default arccos.default
-    """.split()
+
+def aten_names(words: str) -> frozenset[str]:
+    """Names of aten operations, written without their namespace."""
+    return frozenset(f"aten.{word}" for word in words.split())
+
+
+POINTWISE = aten_names(
+    """
+    __and__.Scalar __and__.Tensor __or__.Tensor absolute.default alias.default arccos.default celu.default clone.default
+    contiguous.default copy.default detach.default divide.Tensor dropout.default empty_like.default floor_divide.Scalar
+    floor_divide.default full_like.default hardsigmoid.default hardswish.default hardtanh.default isfinite.default
+    lift_fresh_copy.default log_sigmoid.default masked_fill.Scalar mish.default multiply.Tensor negative.default
+    ones_like.default reciprocal.default relu6.default rsub.Scalar rsub.Tensor selu.default silu.default softplus.default
+    square.default subtract.Tensor to.device to.dtype to.dtype_layout true_divide.Tensor where.Scalar where.ScalarOther
+    where.ScalarSelf zeros_like.default
+    """
 )
 """Element-wise operations that torch does not tag so; the tagged ones need no row."""
 
-RESHAPES = frozenset(
-    f"aten.{name}"
-    for name in """
+RESHAPES = aten_names(
+    """
     _unsafe_view.default flatten.using_ints reshape.default squeeze.dims unflatten.int unsqueeze.default view.default
-    """.split()
+    """
 )
 
 SPLITS = frozenset(["aten.split_with_sizes.default"])
 
-SUMS = frozenset(f"aten.{name}" for name in "add.Tensor sub.Tensor".split())
+SUMS = aten_names("add.Tensor sub.Tensor")
 """A sum of two partial sums is a partial sum."""
 
 
@@ -360,7 +364,7 @@ def index_selected(op: Op) -> str:
 
 def gathered(op: Op) -> str:
     dim = op.dims("dim")[0]
-    index = " ".join(f"Y!" if d == dim else n for d, n in enumerate(letters(op, 0).split()))
+    index = " ".join("Y!" if d == dim else n for d, n in enumerate(letters(op, 0).split()))
     if any(a != b for d, (a, b) in enumerate(zip(op.ins[0].shape, op.ins[1].shape, strict=True)) if d != dim):
         raise LayoutError("a gather that shortens another dimension")
     return f"{letters(op, 0, never=(dim,))}, {index} -> {index.replace('!', '')}"
@@ -617,9 +621,9 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> l
     if op.name in RESHAPES:
         return [reshape(ins[0], op.outs[0].shape)]
     if op.name in SPLITS:
-        dim = op.dims("dim")[0]
-        parts = divide(ins[0].dims[dim], [kind.shape[dim] for kind in op.outs])
-        return [Layout((*ins[0].dims[:dim], part, *ins[0].dims[dim + 1 :]), ins[0].partial) for part in parts]
+        at = op.dims("dim")[0]
+        parts = divide(ins[0].dims[at], [kind.shape[at] for kind in op.outs])
+        return [Layout((*ins[0].dims[:at], part, *ins[0].dims[at + 1 :]), ins[0].partial) for part in parts]
     bound = bind_rule(op)
     dims: dict[str, Dim] = {}
     for tokens, layout, kind in zip(bound.ins, ins, op.ins, strict=True):

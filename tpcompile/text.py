@@ -1,7 +1,7 @@
 """The text of what flows between passes: one line per value, with its type and layout, collectives marked.
 
-    %linear = aten.linear(%layer_norm, %p_fc_weight) : f32[b, s, 256@tp]
-  ! %linear_1_sum = reduce(%linear_1_partial, "tp") : f32[b, s, 64]
+  %linear = aten.linear(%layer_norm, %p_fc_weight) : f32[b, s, 256@tp]
+! %linear_1_sum = reduce(%linear_1_partial, "tp") : f32[b, s, 64]
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def text(value: object) -> str:
         case Program():
             return graph_text(value.graph, value.types, {})
         case Sharded():
-            return graph_text(value.program.graph, value.program.types, value.layouts, marks={n: f"grad +{value.axis}" for n in value.entering})
+            return graph_text(
+                value.program.graph, value.program.types, value.layouts, marks=dict.fromkeys(value.entering, f"grad +{value.axis}")
+            )
         case Local():
             return graph_text(value.graph, origin_types(value), value.layouts)
         case Stage():
@@ -36,10 +38,16 @@ def text(value: object) -> str:
         case Plan():
             return "\n".join([*map(region_text, value.regions), *(f"{left.name}: whole, {left.reason}" for left in value.whole)])
         case Cone():
-            ending = f"{value.kind}: columns {', '.join(value.columns)}" if value.columns else f"no region: {value.reason or 'no linear before it'}"
+            ending = (
+                f"{value.kind}: columns {', '.join(value.columns)}"
+                if value.columns
+                else f"no region: {value.reason or 'no linear before it'}"
+            )
             return f"%{value.seed} ends {ending}"
         case tuple() | list():
-            return "\n\n".join(text(part) for part in value) if all(isinstance(part, Stage) for part in value) else "\n".join(map(text, value))
+            return (
+                "\n\n".join(text(part) for part in value) if all(isinstance(part, Stage) for part in value) else "\n".join(map(text, value))
+            )
         case None:
             return ""
     return str(value)
@@ -63,7 +71,9 @@ def graph_text(
     return "\n".join(_lines(graph, types, layouts, marks or {}))
 
 
-def _lines(graph: fx.Graph, types: Mapping[str, Type], layouts: Mapping[str, Layout | tuple[Layout, ...]], marks: Mapping[str, str]) -> Iterable[str]:
+def _lines(
+    graph: fx.Graph, types: Mapping[str, Type], layouts: Mapping[str, Layout | tuple[Layout, ...]], marks: Mapping[str, str]
+) -> Iterable[str]:
     for node in graph.nodes:
         kind = type_text(types.get(node.name), layouts.get(node.name))
         ending = f" : {kind}" if kind else ""
@@ -106,5 +116,3 @@ def _argument(value: object) -> str:
         case str():
             return f'"{value}"'
     return str(value)
-
-

@@ -32,7 +32,14 @@ def verify(value: Value) -> Value:
 def _check_program(program: Program) -> None:
     """Every value has a type; every placeholder is a parameter, a buffer, a constant, an input or an extra input."""
     program.graph.lint()
-    known = {*program.parameters, *program.buffers, *program.constants, *program.inputs, *(count.name for count in program.counts), "rng_key"}
+    known = {
+        *program.parameters,
+        *program.buffers,
+        *program.constants,
+        *program.inputs,
+        *(count.name for count in program.counts),
+        "rng_key",
+    }
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name not in known:
             raise VerifyError(f"placeholder {node.name} is neither state nor input")

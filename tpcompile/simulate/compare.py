@@ -59,7 +59,12 @@ def check(
     settings = dict(optimizer_settings or ({"lr": 1.0} if optimizer is torch.optim.SGD else {}))
     options = Options(loss, count, overrides=dict(overrides or {}))
     if any(p.is_meta for p in model.parameters()):
-        raise InputError("the model's parameters are on the meta device: there are no numbers to compare", at="check", source=caller(), fix="initialise it first")
+        raise InputError(
+            "the model's parameters are on the meta device: there are no numbers to compare",
+            at="check",
+            source=caller(),
+            fix="initialise it first",
+        )
     compilation = _lower(model, placed, batch, options)
     return compare(model, compilation, batch, optimizer=optimizer, settings=settings, steps=steps)
 
@@ -73,7 +78,9 @@ def _lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Opti
     reason = compilation.program.loss_reason
     if reason and mesh.dp * options.microbatches > 1:
         at = f"check(dp={mesh.dp}, microbatches={options.microbatches})"
-        raise Refused(f"the loss of a batch is not the sum of its parts' losses: {reason}", at=at, source=caller(), fix="use dp=1 and microbatches=1")
+        raise Refused(
+            f"the loss of a batch is not the sum of its parts' losses: {reason}", at=at, source=caller(), fix="use dp=1 and microbatches=1"
+        )
     return compilation
 
 
@@ -97,7 +104,10 @@ def compare(
     settings = dict(settings or {"lr": 1.0})
     reference, replay = Reference(model, compilation.options.loss), Replay(model, compilation)
     mine, tolerance = reference.parameters(), tolerance_of(compilation.program)
-    steppers = [optimizer([p for p in reference.model.parameters() if p.requires_grad], **settings), *replay.optimizers(optimizer, settings)]
+    steppers = [
+        optimizer([p for p in reference.model.parameters() if p.requires_grad], **settings),
+        *replay.optimizers(optimizer, settings),
+    ]
     for index in range(steps):
         for stepper in steppers:
             stepper.zero_grad()
@@ -123,7 +133,9 @@ def compare(
         parameter_errors=errors,
         skipped=skipped,
         capture_error=captured,
-        parameter_tolerance=tolerance.gradient * max(1.0, scale * float(settings["lr"])) if exact else float(settings.get("lr", 1e-3)) * max(1e-6, tolerance.gradient),
+        parameter_tolerance=tolerance.gradient * max(1.0, scale * float(settings["lr"]))
+        if exact
+        else float(settings.get("lr", 1e-3)) * max(1e-6, tolerance.gradient),
         notes=("dropout was off in this comparison",) if compilation.program.random else (),
     )
     if report.ok:
@@ -162,7 +174,9 @@ def _grad_errors(replay: Replay, mine: Mapping[str, nn.Parameter], scale: float)
     return errors.items()
 
 
-def _pairs(replay: Replay, mine: Mapping[str, nn.Parameter], of: Callable[[Tensor], Tensor | None]) -> Iterable[tuple[str, Tensor | None, Tensor | None]]:
+def _pairs(
+    replay: Replay, mine: Mapping[str, nn.Parameter], of: Callable[[Tensor], Tensor | None]
+) -> Iterable[tuple[str, Tensor | None, Tensor | None]]:
     """Something of every piece of every parameter, beside the same piece of one device's."""
     cuts, tp = replay.compilation.pieces(), replay.compilation.mesh.tp
     for held in replay.pieces:

@@ -17,7 +17,7 @@ from tpcompile.simulate.lockstep import Values, run
 from tpcompile.simulate.replay import Replay, flatten, rows
 from tpcompile.simulate.report import Divergence
 
-CONVERSIONS = ("enter", "gather", "local_slice", "pick", "reduce", "shared")
+CONVERSIONS = tuple(f"tpcompile.{name}.default" for name in ("enter", "gather", "local_slice", "pick", "reduce", "shared"))
 """Their own gradients belong to no value of the global program."""
 
 
@@ -89,7 +89,13 @@ class _Search:
         for node in stage.graph.nodes:
             origin = local.origins.get(node.name)
             layout = local.layouts.get(node.name)
-            if node.op != "call_function" or "empty" in op_name(node) or origin is None or not isinstance(layout, Layout) or not isinstance(self.whole.get(origin), Tensor):
+            if (
+                node.op != "call_function"
+                or "empty" in op_name(node)
+                or origin is None
+                or not isinstance(layout, Layout)
+                or not isinstance(self.whole.get(origin), Tensor)
+            ):
                 continue
             expected = self.whole[origin]
             size = max(1.0, float(expected.abs().max())) if expected.is_floating_point() and expected.numel() else 1.0
@@ -103,7 +109,7 @@ class _Search:
         for node in reversed(stage.graph.nodes):
             origin, layout = local.origins.get(node.name, node.name), local.layouts.get(node.name)
             expected = getattr(self.whole.get(origin), "grad", None) if isinstance(self.whole.get(origin), Tensor) else None
-            converted = op_name(node).removeprefix("tpcompile.").partition(".")[0] in CONVERSIONS or layout is not None and _partial(layout)
+            converted = op_name(node) in CONVERSIONS or _partial(layout)
             if node.op == "output" or converted or expected is None or not isinstance(layout, Layout):
                 continue
             grads = [torch.zeros_like(value) if value.grad is None else value.grad for value in made[node.name]]
@@ -134,7 +140,9 @@ class _Search:
         if [value.shape[dim] for value in values] != sizes:
             return float("inf")
         if overlapping == "sum":
-            total = torch.stack([spread(value.detach(), dim, ranges, expected.shape[dim]) for value, ranges in zip(values, pieces, strict=True)]).sum(0)
+            total = torch.stack(
+                [spread(value.detach(), dim, ranges, expected.shape[dim]) for value, ranges in zip(values, pieces, strict=True)]
+            ).sum(0)
             return distance(total, expected)
         return max(distance(value, take(expected, dim, ranges)) for value, ranges in zip(values, pieces, strict=True))
 
@@ -148,5 +156,3 @@ class _Search:
 
 def _partial(layout: object) -> bool:
     return isinstance(layout, Layout) and bool(layout.partial)
-
-

@@ -30,40 +30,50 @@ def run(graph: fx.Graph, feed: Mapping[str, Values], parts: int, *, dropout: boo
         if node.op == "placeholder":
             values[node] = feed[node.name]
         elif node.op == "output":
-            values[node] = [fx.map_arg(node.args[0], lambda n, c=c: values[n][c]) for c in range(parts)]
+            values[node] = [_local(node.args[0], values, coordinate) for coordinate in range(parts)]
         elif (joint := JOINT.get(op_name(node))) is not None:
-            values[node] = list(joint(values[node.args[0]], *node.args[2:]))  # type: ignore[index]
-        elif op_name(node) == "tpcompile.dropout.default" and not dropout:
-            values[node] = values[node.args[0]]  # type: ignore[index]
+            (source,) = node.all_input_nodes
+            values[node] = list(joint(values[source], *node.args[2:]))
+        elif op_name(node) in DROPS and not dropout:
+            values[node] = values[node.all_input_nodes[0]]
         else:
-            values[node] = [_call(node, values, coordinate) for coordinate in range(parts)]
+            values[node] = [_call(node, values, coordinate, dropout) for coordinate in range(parts)]
     return {node.name: value for node, value in values.items()}
 
 
-def _call(node: fx.Node, values: Mapping[fx.Node, Values], coordinate: int) -> Any:
-    def local(argument: Any) -> Any:
-        match argument:
-            case fx.Node():
-                return values[argument][coordinate]
-            case PerRank(numbers):
-                return numbers[coordinate]
-            case list() | tuple():
-                return [local(item) for item in argument]
-            case slice():
-                return slice(local(argument.start), local(argument.stop), local(argument.step))
-        return argument
-
-    args = [local(argument) for argument in node.args]
-    kwargs = {name: local(argument) for name, argument in node.kwargs.items()}
+def _call(node: fx.Node, values: Mapping[fx.Node, Values], coordinate: int, dropout: bool) -> Any:
+    args = [_local(argument, values, coordinate) for argument in node.args]
+    kwargs = {name: _local(argument, values, coordinate) for name, argument in node.kwargs.items()}
     assert callable(node.target)
+    if not dropout and op_name(node) == "aten.scaled_dot_product_attention.default":
+        if len(args) > 4:
+            args[4] = 0.0
+        else:
+            kwargs["dropout_p"] = 0.0
     return node.target(*args, **kwargs)
+
+
+def _local(argument: Any, values: Mapping[fx.Node, Values], coordinate: int) -> Any:
+    """An argument as one coordinate has it."""
+    match argument:
+        case fx.Node():
+            return values[argument][coordinate]
+        case PerRank(numbers):
+            return numbers[coordinate]
+        case list() | tuple():
+            return [_local(item, values, coordinate) for item in argument]
+        case slice():
+            return slice(*(_local(item, values, coordinate) for item in (argument.start, argument.stop, argument.step)))
+    return argument
 
 
 class _Joint(torch.autograd.Function):
     """A function of the values on all coordinates, with a given gradient."""
 
     @staticmethod
-    def forward(ctx: Any, work: Callable[..., Sequence[Tensor]], back: Callable[..., Sequence[Tensor]], *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, work: Callable[..., Sequence[Tensor]], back: Callable[..., Sequence[Tensor]], *values: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.back = back
         return tuple(work(*values))
 
@@ -125,6 +135,8 @@ def _shared(values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]
 
     return _joint(_copies, back, values)
 
+
+DROPS = ("aten.alpha_dropout.default", "aten.dropout.default", "aten.feature_dropout.default", "tpcompile.dropout.default")
 
 JOINT: Mapping[str, Callable[..., Sequence[Tensor]]] = {
     "tpcompile.enter.default": _enter,

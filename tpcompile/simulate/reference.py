@@ -16,7 +16,19 @@ from torch.utils import _pytree as pytree
 
 from tpcompile.passes._binding import arguments
 
-DROPS = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout)
+DROPS = (
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    torch.dropout,
+)
+
+
+POSITIONS = {functional.scaled_dot_product_attention: 4, functional.multi_head_attention_forward: 10}
+"""Where functions that drop inside take their `dropout_p`."""
 
 
 class NoDropout(TorchFunctionMode):
@@ -26,10 +38,10 @@ class NoDropout(TorchFunctionMode):
         given = dict(kwargs or {})
         if func in DROPS:
             return args[0] if args else given["input"]
-        if func is functional.scaled_dot_product_attention:
-            if "dropout_p" in given:
-                given["dropout_p"] = 0.0
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        if "dropout_p" in given:
+            given["dropout_p"] = 0.0
+        elif (position := POSITIONS.get(func, len(args))) < len(args):
+            args = (*args[:position], 0.0, *args[position + 1 :])
         return func(*args, **given)
 
 
@@ -48,7 +60,7 @@ class Reference:
             outputs = self.model(*args, **kwargs)
             loss = self._loss(outputs, batch) if self._loss else own_loss(outputs)
         assert loss is not None
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(outputs)]
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -25,7 +25,13 @@ def flatten(program: Program, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, entry in program.inputs.items():
         value: Any = batch
         for part in entry.path.split("."):
-            value = value[int(part)] if isinstance(value, (tuple, list)) else value[part] if isinstance(value, Mapping) else getattr(value, part)
+            value = (
+                value[int(part)]
+                if isinstance(value, (tuple, list))
+                else value[part]
+                if isinstance(value, Mapping)
+                else getattr(value, part)
+            )
         found[name] = value
     return found
 
@@ -39,7 +45,11 @@ def rows(program: Program, tensors: Mapping[str, Tensor], index: int, parts: int
             made[name] = tensor
             continue
         if tensor.shape[dim] % parts:
-            raise InputError(f"a batch of {tensor.shape[dim]} rows cannot be divided into {parts} equal parts", at="check", fix=f"use a multiple of {parts} rows")
+            raise InputError(
+                f"a batch of {tensor.shape[dim]} rows cannot be divided into {parts} equal parts",
+                at="check",
+                fix=f"use a multiple of {parts} rows",
+            )
         made[name] = tensor.chunk(parts, dim)[index]
     return made
 
@@ -161,6 +171,9 @@ def counted(graph: fx.Graph | None, model: nn.Module, program: Program, tensors:
     total = torch.zeros(())
     for index in range(parts):
         given = rows(program, tensors, index, parts)
-        values = [given[n] if n in given else program.constants[n] if n in program.constants else model.get_buffer(program.buffers[n]) for n in names]
+        values = [
+            given[n] if n in given else program.constants[n] if n in program.constants else model.get_buffer(program.buffers[n])
+            for n in names
+        ]
         total = total + torch.as_tensor(fx.Interpreter(fx.GraphModule({}, graph)).run(*values))
     return total
