@@ -11,10 +11,12 @@ from rich.text import Text
 
 from tpcompile.cost import all_flops, evaluate
 from tpcompile.driver import Compilation
+from tpcompile.inspect import nodes
 from tpcompile.inspect.fold import fold, spell, split_layer
+from tpcompile.inspect.options import options
 from tpcompile.inspect.traffic import traffic
-from tpcompile.ir import Left, Program, Region, Source, Stage, TensorType
-from tpcompile.layout import Layout, local_size, product
+from tpcompile.ir import Left, Program, Region, Source, Stage
+from tpcompile.layout import Layout, TensorType, local_size, product
 from tpcompile.mesh import Mesh
 
 WIDTH = 160
@@ -22,7 +24,7 @@ WIDTH = 160
 Layouts = Mapping[str, Layout | tuple[Layout, ...]]
 
 
-def explain(compilation: Compilation, width: int = WIDTH) -> str:
+def explain(compilation: Compilation, width: int = WIDTH, ranks_per_node: int | None = None) -> str:
     """The plan of a compiled model, for people: mesh, regions, what stays whole, stages, parameters per rank.
 
     cut over tp           found      weights                                   forward       backward
@@ -30,16 +32,22 @@ def explain(compilation: Compilation, width: int = WIDTH) -> str:
     """
     console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as capture:
-        for part in (_mesh(compilation.mesh), *_cuts(compilation), _stages(compilation), *_shared(compilation)):
+        for part in (
+            _mesh(compilation.mesh, nodes.ranks_per_node(ranks_per_node)),
+            *_cuts(compilation),
+            _stages(compilation),
+            *_shared(compilation),
+        ):
             console.print(part)
             console.print()
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n") + "\n"
 
 
-def _mesh(mesh: Mesh) -> RenderableType:
+def _mesh(mesh: Mesh, per_node: int) -> RenderableType:
     words = {"dp": ("replica", "replicas"), "pp": ("stage", "stages"), "tp": ("tensor rank", "tensor ranks")}
     sizes = " × ".join(f"{mesh.axis(axis)} {words[axis][mesh.axis(axis) > 1]}" for axis in mesh.order)
-    return Text(f"mesh  {mesh}: {mesh.size} rank{'s' * (mesh.size > 1)}, {sizes}")
+    warning = nodes.warning(mesh, per_node)
+    return Text(f"mesh  {mesh}: {mesh.size} rank{'s' * (mesh.size > 1)}, {sizes}" + (f"\n{warning}" if warning else ""))
 
 
 def _cuts(compilation: Compilation) -> Iterator[RenderableType]:
@@ -47,6 +55,8 @@ def _cuts(compilation: Compilation) -> Iterator[RenderableType]:
         yield Text("one tensor rank: every weight is whole")
         return
     yield _regions(compilation) if compilation.plan.regions else Text("nothing is cut")
+    if any(options(compilation, region) for region in compilation.plan.regions):
+        yield _options(compilation)
     yield _whole(compilation) if compilation.plan.whole else Text("no weight is left whole")
 
 
@@ -63,6 +73,16 @@ def _regions(compilation: Compilation) -> RenderableType:
     table = _table(f"cut over {plan.regions[0].axis}", "found", "weights", "forward", "backward")
     for name, region in fold(plan.regions, lambda r: r.name, like, program.layers):
         table.add_row(name, region.kind, "\n".join(_weights(region, program)), counts(region, 0) or "–", counts(region, 1) or "–")
+    return table
+
+
+def _options(compilation: Compilation) -> RenderableType:
+    """What the chosen cut of consecutive linears sends, and what the other would."""
+    regions, layers = [(region, options(compilation, region)) for region in compilation.plan.regions], compilation.program.layers
+    table = _table("ways to cut", "linears", "forward", "bytes that a rank sends", "", right=(3,))
+    for name, (_, found) in fold([item for item in regions if item[1]], lambda item: item[0].name, lambda item: item[1], layers):
+        for place, option in enumerate(found):
+            table.add_row("" if place else name, option.cut, option.collectives, str(option), "" if place else "chosen")
     return table
 
 
