@@ -13,6 +13,7 @@ from tpcompile.errors import InputError
 from tpcompile.factors import LayoutError, quotient
 from tpcompile.ir import Cone, Kind, Left, Plan, Program, Region
 from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Range, TensorType, canonical, product, same, same_dim
+from tpcompile.passes._reasons import user_line
 from tpcompile.rules import Op, bind_rule, has_rule, op_name, view_op
 
 RANK: Mapping[Kind, int] = {"attention": 0, "mlp": 1, "linear": 2, "column": 3, "row": 3}
@@ -201,12 +202,12 @@ class _Chooser:
                 self.cut_alone(view_op(node, self.program.types), wish)
         for pattern, wish in self.overrides.items():
             if wish not in ("whole", "cut", "column", "row", "per micro-batch"):
-                raise InputError(
-                    f"overrides[{pattern!r}] is {wish!r}", at="compile(overrides=…)", fix='use "whole", "cut", "column" or "row"'
-                )
+                fix = 'use "whole", "cut", "column" or "row"'
+                raise InputError(f"overrides[{pattern!r}] is {wish!r}", at="compile(overrides=…)", source=user_line(), fix=fix)
             if pattern not in self.matched and wish != "per micro-batch":
                 known = ", ".join(sorted({region.name for region in self.regions})) or "none"
-                raise InputError(f"overrides name no region: {pattern!r}", at="compile(overrides=…)", fix=f"the regions are {known}")
+                what, fix = f"overrides name no region: {pattern!r}", f"the regions are {known}"
+                raise InputError(what, at="compile(overrides=…)", source=user_line(), fix=fix)
 
     def cut_alone(self, op: Op, wish: str) -> None:
         bound = bind_rule(op)

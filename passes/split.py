@@ -9,6 +9,7 @@ from torch import fx
 from tpcompile.errors import InputError, Refused
 from tpcompile.ir import Boundary, Local, Stage
 from tpcompile.layout import Layout, TensorType
+from tpcompile.passes._reasons import user_line
 from tpcompile.rules import op_name
 
 LATE = ("tpcompile.enter.default", "tpcompile.local_slice.default", "tpcompile.shared.default")
@@ -38,6 +39,7 @@ def place(local: Local, stages: int, costs: Mapping[str, int]) -> dict[fx.Node, 
         raise InputError(
             f"{stages} pipeline stages for {len(layers)} layer{'s' * (len(layers) != 1)}",
             at=f"compile(mesh pp={stages})",
+            source=user_line(),
             fix=f"use pp={len(layers)} or less" if layers else "use pp=1: no repeated layers were found",
         )
     layer_of = {node: _layer(local, node) for node in local.graph.nodes}

@@ -16,6 +16,7 @@ from tpcompile.ir import Program
 from tpcompile.layout import TensorType
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import bind_example, capture, matches
+from tpcompile.runtime import batch as batches
 from tpcompile.simulate.diverge import first_divergence
 from tpcompile.simulate.lockstep import run
 from tpcompile.simulate.reference import Reference, weighted_sum
@@ -71,8 +72,11 @@ def check(
 
 def _lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Options) -> Compilation:
     """Compile for the shape of one micro-batch; for a model without a loss, with a sum of its outputs."""
-    part = _part(batch, mesh.dp * options.microbatches)
+    division = batches.Division.of(mesh, options.microbatches, True)
+    part = batches.example(batch, division)
     compilation = lower(model, mesh, part, options)
+    inputs, call = compilation.program.inputs, batches.describe("check", batch).removeprefix("compiled.")
+    batches.check_rows(batches.rows_of(flatten(compilation.program, batch), inputs, call), division, call)
     if compilation.program.loss is None:
         compilation = lower(model, mesh, part, Options(weighted_sum, options.microbatches, overrides=options.overrides))
     reason = compilation.program.loss_reason
@@ -82,13 +86,6 @@ def _lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Opti
             f"the loss of a batch is not the sum of its parts' losses: {reason}", at=at, source=caller(), fix="use dp=1 and microbatches=1"
         )
     return compilation
-
-
-def _part(batch: Mapping[str, Any], parts: int) -> Mapping[str, Any]:
-    """The first of equal parts of a batch's rows: along the first dimension, as long as most tensors have it."""
-    from tpcompile.runtime.batch import Division, example
-
-    return example(batch, Division(parts, 1, 1)) if parts > 1 else batch
 
 
 def compare(
@@ -159,7 +156,7 @@ def tolerance_of(program: Program) -> Tolerance:
 
 
 def _relative(value: Tensor, expected: Tensor) -> float:
-    return float((value.double() - expected.double()).abs() / expected.double().abs().clamp(min=1.0))
+    return float((value.detach().double() - expected.double()).abs() / expected.double().abs().clamp(min=1.0))
 
 
 def _grad_errors(replay: Replay, mine: Mapping[str, nn.Parameter], scale: float) -> Iterable[tuple[str, float]]:
