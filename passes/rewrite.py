@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -249,10 +252,16 @@ def _own(given: list[Any], args: tuple[Any, ...], op: Op) -> list[Any]:
 
 
 def _local_dim(writer: _Writer, size: Any, dim: Dim) -> Any:
-    if not cut_factors(dim) or (size == -1 and not isinstance(local_size(dim, 0), int)):
+    """A size in a shape: this rank's share of it, where the dimension is cut. A size that is known only at run time is shared there."""
+    if not cut_factors(dim) or (size == -1 and not isinstance(size_of(dim), int)):
         return size
-    held = _size(writer, dim)
-    return held if isinstance(held, (int, PerRank)) else -1
+    if isinstance(size_of(dim), int):
+        return _size(writer, dim)
+    shares = [sympy.Rational(sympy.sympify(local_size(dim, c)) / size_of(dim)) for c in range(writer.sharded.parts)]
+    whole = math.lcm(*(int(share.q) for share in shares))
+    held = writer.number(lambda c: int(shares[c] * whole))
+    times = writer.graph.call_function(operator.mul, (size, held))
+    return writer.graph.call_function(operator.floordiv, (times, whole))
 
 
 def _set(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-_OWN = Path(__file__).resolve().parent
+_OWN = {Path(__file__).resolve().parent, Path(__file__).resolve().parent.parent / "passes"}
 
 
 class TpcompileError(Exception):
@@ -56,7 +56,7 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if _OWN not in path.resolve().parents and "torch" not in path.parts and path.name != "contextlib.py":
+        if _OWN.isdisjoint(path.resolve().parents) and "torch" not in path.parts and path.name != "contextlib.py":
             return f"{path.name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
