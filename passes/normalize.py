@@ -25,12 +25,13 @@ def normalize(program: Program) -> Program:
     before  %a, %b = chunk(%x, 2, -1)                     after  %a, %b = split_with_sizes(%x, [64, 64], -1)
     before  %a = slice(%x, 2, 0, 64), %b = slice(…, 128)  after  %a, %b = split_with_sizes(%x, [64, 64], 2)
     before  %y = reshape(expand(unsqueeze(%x, 2)))        after  %y = repeat_interleave(%x, 2, 1)
+    before  %y = slice(%x, 2, 0, END, 2)                 after  %y = select(unflatten(%x, 2, [64, 2]), 3, 0)
     before  %y = dropout(%x, 0.1)                         after  %y = dropout(%x, 0.1, %rng_key, 0)
     before  %y = to(%x, float32) : f32 from f32           after  %x
     before  %y = view_as(%x, %z), %u = type_as(%x, %z)    after  %y = view(%x, [4, 16]), %u = to(%x, f32)
     """
     draft = Draft(program)
-    for rewrite in (name_sizes, drop_identities, split_evenly, join_slices, name_repeats):
+    for rewrite in (name_sizes, drop_identities, split_evenly, take_strides, slice_constants, join_slices, name_repeats):
         for node in list(draft.graph.nodes):
             if node.op == "call_function" and node not in draft.erased:
                 rewrite(draft, node)
@@ -71,7 +72,13 @@ def drop_identities(draft: Draft, node: fx.Node) -> None:
     match op_name(node):
         case "aten.to.dtype" | "aten.to.dtype_layout" | "aten.to.device" | "aten.type_as.default" | "aten.alias.default":
             same = not argument(node, "copy", False)
-        case "aten.lift_fresh_copy.default" | "aten.expand.default" | "aten.view.default" | "aten.reshape.default" | "aten._unsafe_view.default":
+        case (
+            "aten.lift_fresh_copy.default"
+            | "aten.expand.default"
+            | "aten.view.default"
+            | "aten.reshape.default"
+            | "aten._unsafe_view.default"
+        ):
             same = True
         case "aten.squeeze.dims":
             same = True
@@ -95,6 +102,55 @@ def split_evenly(draft: Draft, node: fx.Node) -> None:
     if all(isinstance(size, int) for size in sizes):
         with draft.graph.inserting_before(node):
             draft.replace(node, draft.call(aten.split_with_sizes.default, node.args[0], sizes, dim, type=kinds, like=node))
+
+
+def take_strides(draft: Draft, node: fx.Node) -> None:
+    """Every n-th element of a dimension is one index of a dimension of its own: gate and up projections that alternate."""
+    if op_name(node) != "aten.slice.Tensor" or argument(node, "step") == 1:
+        return
+    source = node.all_input_nodes[0]
+    kind, made = draft.types[source.name], draft.types[node.name]
+    assert isinstance(kind, TensorType) and isinstance(made, TensorType)
+    dim, start, step = argument(node, "dim") % len(kind.shape), argument(node, "start") or 0, argument(node, "step")
+    size = kind.shape[dim]
+    if not isinstance(size, int) or not isinstance(start, int) or not 0 <= start < step or size % step or made.shape[dim] != size // step:
+        return
+    with draft.graph.inserting_before(node):
+        wide = TensorType(kind.dtype, (*kind.shape[:dim], size // step, step, *kind.shape[dim + 1 :]))
+        apart = draft.call(aten.unflatten.int, source, dim, [size // step, step], type=wide, like=node)
+        draft.replace(node, draft.call(aten.select.int, apart, dim + 1, start, type=made, like=node))
+
+
+def slice_constants(draft: Draft, node: fx.Node) -> None:
+    """A look-up of consecutive indices that are written in the model is a slice."""
+    if op_name(node) != "aten.index.Tensor":
+        return
+    source, indices = node.all_input_nodes[0], list(argument(node, "indices"))
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    values = draft.program.constants.get(_origin(indices[dims[0]]).name) if len(dims) == 1 else None
+    kind = draft.types[source.name]
+    if values is None or values.dim() != 1 or values.dtype == torch.bool or not isinstance(kind, TensorType):
+        return
+    size, places = kind.shape[dims[0]], values.tolist()
+    if not isinstance(size, int) or not places:
+        return
+    first = places[0] % size
+    if [place % size for place in places] == list(range(first, first + len(places))):
+        with draft.graph.inserting_before(node):
+            args = (source, dims[0], first, first + len(places))
+            draft.replace(node, draft.call(aten.slice.Tensor, *args, type=draft.types[node.name], like=node))
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The value that a copy or a detached value is of."""
+    while node.op == "call_function" and op_name(node) in (
+        "aten.lift_fresh_copy.default",
+        "aten.detach.default",
+        "aten.clone.default",
+        "aten.detach_.default",
+    ):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def join_slices(draft: Draft, node: fx.Node) -> None:
@@ -156,7 +212,9 @@ def name_repeats(draft: Draft, node: fx.Node) -> None:
     assert isinstance(source, fx.Node)
     before, wide, after = (draft.types[n.name] for n in (source, expand, node))
     assert isinstance(before, TensorType) and isinstance(wide, TensorType) and isinstance(after, TensorType)
-    grown = [d for d, (a, b) in enumerate(zip(before.shape, wide.shape, strict=True)) if a != b] if len(before.shape) == len(wide.shape) else []
+    grown = (
+        [d for d, (a, b) in enumerate(zip(before.shape, wide.shape, strict=True)) if a != b] if len(before.shape) == len(wide.shape) else []
+    )
     if len(grown) != 1 or grown[0] == 0 or not isinstance(wide.shape[grown[0]], int):
         return
     dim = grown[0]

@@ -12,9 +12,9 @@ from torch import fx
 from tpcompile.errors import InputError
 from tpcompile.factors import LayoutError, quotient
 from tpcompile.ir import Cone, Kind, Left, Plan, Program, Region
-from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Range, TensorType, canonical, product, same, same_dim
+from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Range, TensorType, canonical, fits, product, same, same_dim
 from tpcompile.passes._reasons import user_line
-from tpcompile.rules import Op, bind_rule, has_rule, op_name, view_op
+from tpcompile.rules import Op, bind_rule, forward, has_rule, op_name, view_op, wants_of
 
 RANK: Mapping[Kind, int] = {"attention": 0, "mlp": 1, "linear": 2, "column": 3, "row": 3}
 """Which region wins where two want the same linear: attention, then MLP, then a bare chain of linears."""
@@ -182,7 +182,19 @@ class _Chooser:
 
         layouts = {value: close(layout) for value, layout in union.layouts.items()}
         rows = {row: tuple(resolve(layout, self.axis, ranges) for layout in wants) for row, wants in union.wants.items()}
+        self.try_out(layouts)
         self.add(Region(name, union.kind, self.axis, rows, union.columns, layouts, self.weights(layouts)))
+
+    def try_out(self, layouts: Mapping[str, Layout | tuple[Layout, ...]]) -> None:
+        """Run the rules forward over a region, with its ranges fixed. Raises LayoutError where they do not lead to the same layouts."""
+        for name, layout in layouts.items():
+            node = self.nodes[name]
+            wants = wants_of(node, self.program.types, layouts, {})
+            if wants:
+                outs = layout if isinstance(layout, tuple) else (layout,)
+                made = forward(view_op(node, self.program.types), [want for _, want in wants], outs)
+                if not all(fits(a, b) for a, b in zip(made, outs, strict=True)):
+                    raise LayoutError(f"{op_name(node)}{self.at(name)} does not keep the cut: {made[0]} and {outs[0]}")
 
     def add(self, region: Region) -> None:
         self.regions.append(region)

@@ -83,6 +83,8 @@ class _Writer:
             origin,
         )
         if addend is not None:
+            if places := CHANNELS.get(op_name(node), 0):
+                addend = self.graph.create_node("call_function", torch.ops.aten.view.default, (addend, [-1] + [1] * places))
             made = self.add("call_function", torch.ops.aten.add.Tensor, (made, addend), {}, name, reduced, name)
         self.values[node] = made
 
@@ -195,6 +197,10 @@ def split_addend(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return torch.ops.aten.bmm.default, args[1:3], {}, local
     kept = {name: value for name, value in kwargs.items() if name != names[position]}
     return node.target, (*args[:position], *((None, *args[position + 1 :]) if len(args) > position + 1 else ())), kept, local
+
+
+CHANNELS: Mapping[str, int] = {"aten.conv1d.default": 1, "aten.conv1d.padding": 1, "aten.conv2d.default": 2, "aten.conv2d.padding": 2}
+"""How many dimensions come after the one that a convolution's bias is added along."""
 
 
 # --- arguments that are sizes ----------------------------------------------------------------------------------------

@@ -103,8 +103,16 @@ class Compilation:
 
 def lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Options) -> Compilation:
     """Compile a model for one micro-batch's shapes, from capture to stages. Needs no process group and no device but the model's own."""
-    log = _Log()
+    log = Log()
     captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss)))
+    return lower_captured(captured, model, mesh, batch, options, log)
+
+
+def lower_captured(
+    captured: Program, model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Options, log: Log | None = None
+) -> Compilation:
+    """Compile what was captured with this batch: all passes but the first. One capture serves any number of meshes."""
+    log = log or Log()
     normal = verify(log.run("normalize", captured, lambda: normalize(captured)))
     witness = _witness(model, batch, normal, options, mesh)
     program = verify(log.run("divide_loss", normal, lambda: divide_loss(normal, witness)))
@@ -152,7 +160,7 @@ def costs(program: Program, batch: Mapping[str, Any]) -> dict[str, int]:
     return {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
 
 
-class _Log:
+class Log:
     """Runs passes one after the other and remembers what they made."""
 
     def __init__(self) -> None:

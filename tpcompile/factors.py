@@ -19,6 +19,7 @@ from tpcompile.layout import (
     Size,
     canonical,
     cut_factors,
+    held_by_all,
     product,
     same_dim,
     size_of,
@@ -100,6 +101,10 @@ def _regroup(ins: list[Dim], shape: list[Size]) -> list[Dim]:
     big_out = [index for index, size in enumerate(shape) if size != 1]
     if len(big_in) == 1 and len(big_out) == 1:
         return [big_in[0] if index == big_out[0] else whole_dim(1) for index in range(len(shape))]
+    sizes = [shape[index] for index in big_out]
+    if len(canonical(big_in[0])) > 1:
+        parts = iter(_regroup_parts(big_in, sizes))
+        return [next(parts) if index in big_out else whole_dim(1) for index in range(len(shape))]
     factors = [factor for dim in big_in for factor in _one_segment(dim)]
     dims: list[Dim] = []
     for size in shape:
@@ -109,6 +114,34 @@ def _regroup(ins: list[Dim], shape: list[Size]) -> list[Dim]:
         if isinstance(factor.cut, Cut) and any(held != (0, 1) for held in factor.cut.ranges):
             raise LayoutError(f"a view drops {factor}")
     return dims
+
+
+def _regroup_parts(ins: list[Dim], sizes: list[Size]) -> list[Dim]:
+    """A dimension made of unlike parts, merged with what follows it or split off from it, part by part: q, k and v heads of one size."""
+    first, rest = (
+        [part for segment in canonical(ins[0]) for part in _unfold(segment)],
+        [factor for dim in ins[1:] for factor in _one_segment(dim)],
+    )
+    if len(sizes) == 1:
+        return [tidy(tuple((*segment, *rest) for segment in first))]
+    inner = product(sizes[1:])
+    if rest or any(not divides(inner, product(factor.size for factor in segment)) for segment in first):
+        raise LayoutError("a view regroups a dimension made of unlike parts")
+    heads: list[Segment] = []
+    for segment in first:
+        head, tail = _front(segment, quotient(product(factor.size for factor in segment), inner))
+        if any(factor.cut for factor in tail):
+            raise LayoutError("a view regroups a dimension made of unlike parts")
+        heads.append(head)
+    return [tuple(heads), *(whole_dim(size) for size in sizes[1:])]
+
+
+def _front(segment: Segment, size: Size) -> tuple[Segment, list[Factor]]:
+    """`_take`, where a cut of a single head stays with the head."""
+    if size == 1 and segment[0].cut is not None:
+        head, tail = _split_factor(segment[0], 1)
+        return (head,), [tail, *segment[1:]]
+    return _take(list(segment), size)
 
 
 def _one_segment(dim: Dim) -> Segment:
@@ -196,6 +229,8 @@ def join(first: Dim, second: Dim) -> Dim:
     """The one layout that two users of a dimension agree on."""
     if same_dim(first, second):
         return first
+    if held_by_all(first) and held_by_all(second):
+        return first if cut_factors(first) else second
     raise LayoutError("two uses of a value need it cut in different ways")
 
 

@@ -230,6 +230,23 @@ def same_dim(a: Dim, b: Dim) -> bool:
     return a == b or canonical(a) == canonical(b)
 
 
+def held_by_all(dim: Dim) -> bool:
+    """Whether a dimension of size one is on every coordinate: whole, or one key/value head that all of them need."""
+    if size_of(dim) != 1:
+        return False
+    return all(isinstance(f.cut, Open) or all(held == (0, 1) for held in f.cut.ranges) for f in cut_factors(dim) if f.cut is not None)
+
+
+def fits(made: Layout, declared: Layout) -> bool:
+    """Whether a value made in one layout may be declared in another: the same, or of size one and on every coordinate in both."""
+    pairs = list(zip(made.dims, declared.dims, strict=False))
+    return (
+        len(made.dims) == len(declared.dims)
+        and set(made.partial) == set(declared.partial)
+        and all(same_dim(a, b) or (held_by_all(a) and held_by_all(b)) for a, b in pairs)
+    )
+
+
 def same(a: Layout, b: Layout) -> bool:
     """Whether two layouts put the same elements on the same coordinates."""
     return a == b or (

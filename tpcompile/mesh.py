@@ -30,7 +30,12 @@ class Mesh:
     def __init__(self, dp: int = 1, pp: int = 1, tp: int = 1, *, order: tuple[str, ...] = AXES) -> None:
         for axis, size in zip(AXES, (dp, pp, tp), strict=True):
             if not isinstance(size, int) or size < 1:
-                raise InputError(f"axis {axis} has size {size!r}", at=f"Mesh({axis}={size!r})", source=caller(), fix=f"give {axis} a whole number of 1 or more")
+                raise InputError(
+                    f"axis {axis} has size {size!r}",
+                    at=f"Mesh({axis}={size!r})",
+                    source=caller(),
+                    fix=f"give {axis} a whole number of 1 or more",
+                )
         object.__setattr__(self, "sizes", (dp, pp, tp))
         object.__setattr__(self, "order", order)
 
@@ -110,7 +115,12 @@ class Mesh:
                 fix='use init_device_mesh(..., mesh_dim_names=("dp", "pp", "tp")), or a part of these names',
             )
         if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
-            raise InputError("the DeviceMesh does not hold the ranks 0, 1, 2, … in order", at="mesh", source=caller(), fix="use init_device_mesh without reordering ranks")
+            raise InputError(
+                "the DeviceMesh does not hold the ranks 0, 1, 2, … in order",
+                at="mesh",
+                source=caller(),
+                fix="use init_device_mesh without reordering ranks",
+            )
         sizes = {"dp": 1, "pp": 1, "tp": 1} | dict(zip(names, mesh.mesh.shape, strict=True))
         missing = tuple(name for name in AXES if name not in names)
         return cls(sizes["dp"], sizes["pp"], sizes["tp"], order=missing + tuple(names))

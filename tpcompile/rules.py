@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from tpcompile.factors import LayoutError, concatenate, divide, divides, join, quotient, reshape
-from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, whole, whole_dim
+from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, size_of, whole, whole_dim
 
 Rule = str | Callable[["Op"], str]
 
@@ -641,9 +641,14 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> l
     _check_shared(bound, op, ins, dims)
     partial = _partial(op, bound, ins, dims)
     return [
-        Layout(tuple(dims.get(token.letter, whole_dim(size)) for token, size in zip(tokens, kind.shape, strict=True)), partial)
+        Layout(tuple(_out_dim(dims.get(token.letter), size) for token, size in zip(tokens, kind.shape, strict=True)), partial)
         for tokens, kind in zip(bound.outs, op.outs, strict=True)
     ]
+
+
+def _out_dim(dim: Dim | None, size: Size) -> Dim:
+    """An output's dimension: its letter's, unless the operation changes the length of what it needs whole."""
+    return dim if dim is not None and size_of(dim) == size else whole_dim(size)
 
 
 def _check_shared(bound: Bound, op: Op, ins: Sequence[Layout], dims: Mapping[str, Dim]) -> None:

@@ -9,7 +9,7 @@ from torch import fx
 from tpcompile.errors import VerifyError
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Local, Program, Sharded, Stage
-from tpcompile.layout import Layout, TensorType, same, size_of
+from tpcompile.layout import Layout, TensorType, fits, size_of
 from tpcompile.rules import forward, op_name, view_op, wants_of
 
 Value = TypeVar("Value", Program, Sharded, Local, Stage)
@@ -70,7 +70,7 @@ def _check_sharded(sharded: Sharded) -> None:
             raise _broken(sharded, node, str(error)) from None
         if node.name in sharded.rows:
             expected = [Layout(layout.dims, (sharded.axis,)) for layout in expected]
-        if not all(same(a, b) for a, b in zip(made, expected, strict=True)):
+        if not all(fits(a, b) for a, b in zip(made, expected, strict=True)):
             raise _broken(sharded, node, f"makes {', '.join(map(str, made))} and is declared {', '.join(map(str, expected))}")
 
 

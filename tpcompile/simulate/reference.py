@@ -77,13 +77,17 @@ def own_loss(outputs: Any) -> Tensor | None:
 
 
 def weighted_sum(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    """A loss for models without one: all floating-point outputs times fixed weights, which are the same for every row."""
-    terms = [(leaf * _weights(leaf)).sum() for leaf in _floating(pytree.tree_leaves(outputs))]
+    """A loss for models without one: of all floating-point outputs times fixed weights, the mean over each row, summed over rows."""
+    terms = [_per_row(leaf * _weights(leaf)).sum() for leaf in _floating(pytree.tree_leaves(outputs))]
     return reduce(operator.add, terms)
 
 
 def _floating(leaves: Iterable[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad]
+
+
+def _per_row(output: Tensor) -> Tensor:
+    return output.mean(list(range(1, output.dim()))) if output.dim() > 1 else output
 
 
 def _weights(output: Tensor) -> Tensor:
