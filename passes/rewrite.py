@@ -242,7 +242,7 @@ def localize(
             return _attend(op, writer, wants, args, kwargs)
         case "tpcompile.dropout.default":
             return op.node.target, (*args[:4], writer.number(lambda coordinate: 1 + coordinate)), kwargs
-        case "aten.conv1d.default" | "aten.conv2d.default" if argument(op.node, "groups") != 1:
+        case name if name in CHANNELS and argument(op.node, "groups") != 1:
             return op.node.target, *_set(op, args, kwargs, "groups", writer.number(lambda c: local_size(layout.dims[1], c)))
     return op.node.target, args, kwargs
 

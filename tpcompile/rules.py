@@ -474,7 +474,9 @@ ADDENDS: Mapping[str, str] = {
     "aten.addmm.default": "self",
     "aten.baddbmm.default": "self",
     "aten.conv1d.default": "bias",
+    "aten.conv1d.padding": "bias",
     "aten.conv2d.default": "bias",
+    "aten.conv2d.padding": "bias",
     "aten.linear.default": "bias",
 }
 """The argument that a contraction adds to its product."""

@@ -1,0 +1,183 @@
+"""Every rule, proved by arithmetic: cut each factor of random inputs, run the operation on each part, join, compare; gradients too.
+
+A row of the tables without an example in `rule_examples` fails here, so a new row is tested by being there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from one_call import Call, Example, cut_dim, e, f, overload
+from rule_examples import EXAMPLES, POINTWISE_SAMPLES
+
+from tpcompile.factors import LayoutError
+from tpcompile.layout import Dim, Factor, Layout, Open, same, size_of, whole_dim
+from tpcompile.rules import POINTWISE, RESHAPES, RULES, SPLITS, Bound, Op, Token, backward, bind_rule, forward, has_rule
+
+TABLES = sorted({*RULES, *POINTWISE, *RESHAPES, *SPLITS})
+UNDEFINED = ("empty",)
+"""Operations whose values are whatever memory held."""
+
+
+def examples(names: Iterable[str]) -> list[object]:
+    table = {**EXAMPLES, **POINTWISE_SAMPLES}
+    return [pytest.param(name, example, id=f"{name}-{n}") for name in names for n, example in enumerate(table.get(name, []))]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_has_an_example(name: str) -> None:
+    assert EXAMPLES.get(name), f"{name} has no example in rule_examples.py"
+
+
+def test_no_example_without_a_row() -> None:
+    assert not EXAMPLES.keys() - set(TABLES)
+    assert all(torch.Tag.pointwise in overload(name).tags for name in POINTWISE_SAMPLES)
+
+
+# --- letters ---------------------------------------------------------------------------------------------------------
+
+
+def places(tokens: tuple[tuple[Token, ...], ...], letter: str) -> Iterator[tuple[int, int]]:
+    """Where a letter stands: operand or output, and dimension."""
+    for index, row in enumerate(tokens):
+        yield from ((index, dim) for dim, token in enumerate(row) if token.letter == letter)
+
+
+def with_letter(tokens: tuple[tuple[Token, ...], ...], shapes: list[tuple[int, ...]], letter: str, dim: Dim) -> list[Layout]:
+    """Layouts in which a letter, where it has its full size, is cut."""
+    made = []
+    for row, shape in zip(tokens, shapes, strict=True):
+        sizes = zip(row, shape, strict=True)
+        made.append(Layout(tuple(dim if token.letter == letter and n == size_of(dim) else whole_dim(n) for token, n in sizes)))
+    return made
+
+
+def outs_cut(op: Op, bound: Bound, letter: str) -> list[Layout]:
+    return with_letter(bound.outs, [kind.shape for kind in op.outs], letter, cut_dim(int(bound.sizes[letter])))  # type: ignore[misc, arg-type]
+
+
+def ins_cut(op: Op, bound: Bound, letter: str) -> list[Layout]:
+    return with_letter(bound.ins, [kind.shape for kind in op.ins], letter, cut_dim(int(bound.sizes[letter])))  # type: ignore[misc, arg-type]
+
+
+LETTERED = [name for name in [*TABLES, *POINTWISE_SAMPLES] if name not in RESHAPES | SPLITS and not any(word in name for word in UNDEFINED)]
+
+
+@pytest.mark.parametrize(("name", "example"), examples(LETTERED))
+def test_every_letter_may_be_cut_or_is_refused(name: str, example: Example) -> None:
+    call = Call.of(name, example)
+    op, bound = call.op, bind_rule(call.op)
+    for letter in bound.sizes:
+        if letter in "*_" or bound.sizes[letter] == 1:
+            continue
+        kept = any(places(bound.outs, letter))
+        if letter in bound.never:
+            is_refused(op, bound, letter, kept)
+        elif kept:
+            outs = outs_cut(op, bound, letter)
+            wants = backward(op, outs)
+            for given in (True, False):
+                call.agrees(call.sharded(outs, wants, given=given))
+        else:
+            adds_up(call, op, bound, letter)
+
+
+def is_refused(op: Op, bound: Bound, letter: str, kept: bool) -> None:
+    """A factor that an operation needs whole is cut neither in what it makes nor in what it takes."""
+    if kept and any(layout.is_cut for layout in outs_cut(op, bound, letter)):
+        with pytest.raises(LayoutError, match="needs this dimension whole"):
+            backward(op, outs_cut(op, bound, letter))
+    if any(layout.is_cut for layout in ins_cut(op, bound, letter)):
+        with pytest.raises(LayoutError, match="needs this dimension whole"):
+            forward(op, ins_cut(op, bound, letter))
+
+
+def adds_up(call: Call, op: Op, bound: Bound, letter: str) -> None:
+    """A contracted factor, cut, leaves a partial sum; reduced, it is the whole value."""
+    wants = ins_cut(op, bound, letter)
+    made = forward(op, wants)
+    assert all(layout.partial == ("tp",) and not layout.is_cut for layout in made)
+    outs = [Layout(layout.dims) for layout in made]
+    for given in (True, False):
+        call.agrees(call.sharded(outs, wants, given=given, row=True))
+
+
+@pytest.mark.parametrize(("name", "example"), examples(sorted(RULES)))
+def test_a_letter_stands_for_dimensions_of_one_size(name: str, example: Example) -> None:
+    """Where a letter stands for a dimension of another size than one or its own, the rule says that it is shared."""
+    op = Call.of(name, example).op
+    bound = bind_rule(op)
+    for tokens, kind in zip(bound.ins + bound.outs, op.ins + op.outs, strict=True):
+        for token, size in zip(tokens, kind.shape, strict=True):
+            assert token.letter in "*_" or token.shared or size in (1, bound.sizes[token.letter]) or token.letter in bound.never, token
+
+
+def test_a_sum_of_partial_sums_is_one_and_nothing_else_reads_them() -> None:
+    partial = Layout((whole_dim(3), whole_dim(4)), ("tp",))
+    for name in ("aten.add.Tensor", "aten.sub.Tensor"):
+        op = Call.of(name, Example((EXAMPLES["aten.mm.default"][0].args[0],) * 2)).op
+        assert forward(op, [partial, partial]) == [partial]
+        with pytest.raises(LayoutError, match="a partial sum is used before it is reduced"):
+            forward(op, [partial, Layout(partial.dims)])
+    for name in ("aten.relu.default", "aten.mul.Tensor", "aten.mm.default"):
+        call = Call.of(name, {**EXAMPLES, **POINTWISE_SAMPLES}[name][0])
+        with pytest.raises(LayoutError, match="a partial sum is used before it is reduced"):
+            forward(call.op, [Layout(tuple(whole_dim(n) for n in kind.shape), ("tp",)) for kind in call.op.ins])
+
+
+def test_what_has_no_rule_is_named() -> None:
+    call = Call.of("aten.cdist.default", Example(EXAMPLES["aten.mm.default"][0].args[:1] * 2))
+    with pytest.raises(LayoutError, match=r"^no rule for aten\.cdist\.default$"):
+        backward(call.op, [Layout((whole_dim(3), whole_dim(3)))])
+
+
+def test_random_numbers_are_no_element_wise_function() -> None:
+    """On pieces they would be other numbers than on the whole."""
+    for name in ("aten.rand_like.default", "aten.randn_like.default"):
+        assert not has_rule(Call.of(name, e(f(3, 4))).op)
+
+
+# --- views and splits ------------------------------------------------------------------------------------------------
+
+
+def cut_places(op: Op) -> Iterator[list[Layout]]:
+    """The outputs of a view or a split, each with one dimension cut: a split's parts in their own ways, a view wherever it can."""
+    for dim, size in enumerate(op.outs[0].shape):
+        assert isinstance(size, int)
+        for at in [None] if len(op.outs) > 1 else sorted(range(1, size), key=lambda at: (at * 2 == size, at)):
+            shapes = [list(enumerate(kind.shape)) for kind in op.outs]
+            outs = [Layout(tuple(cut_dim(int(n), at) if d == dim and n != 1 else whole_dim(n) for d, n in shape)) for shape in shapes]
+            try:
+                backward(op, outs)
+            except LayoutError:
+                continue
+            yield outs
+            break
+
+
+@pytest.mark.parametrize(("name", "example"), examples(sorted(RESHAPES | SPLITS)))
+def test_views_and_splits_of_pieces(name: str, example: Example) -> None:
+    call = Call.of(name, example)
+    proved = 0
+    for outs in cut_places(call.op):
+        wants = backward(call.op, outs)
+        assert all(same(a, b) for a, b in zip(forward(call.op, wants), outs, strict=True))
+        for given in (True, False):
+            call.agrees(call.sharded(outs, wants, given=given))
+        proved += 1
+    assert proved
+
+
+@pytest.mark.parametrize(("name", "example"), examples(sorted(RESHAPES)))
+def test_views_carry_open_cuts_both_ways(name: str, example: Example) -> None:
+    """A cut that has no ranges yet: what the walk finds backward, the other direction gives back."""
+    op = Call.of(name, example).op
+    for dim, size in enumerate(op.outs[0].shape):
+        out = Layout(tuple(((Factor(n, Open(0) if d == dim and size != 1 else None),),) for d, n in enumerate(op.outs[0].shape)))
+        try:
+            (want, *_) = backward(op, [out])
+        except LayoutError:
+            continue
+        assert same(forward(op, [want])[0], out)
