@@ -95,7 +95,7 @@ def test_views_of_attention(before: str, shape: list[object], after: str) -> Non
         ("[6@tp{0:1, 1:6}·4]", [4, 6], "a view divides 24@tp{0:4, 4:24} inside a piece"),
         ("[6@tp, 5]", [5, 6], "a view divides 6@tp at 5"),
         ("[4, 1@tp{0:1, 1:1}]", [4], "a view drops 1@tp{0:1, 1:1}"),
-        ("[4@tp·8 | 2@tp·8]", [6, 8], "a view regroups a dimension made of unlike parts"),
+        ("[4@tp·8 | 2@tp·8]", [4, 12], "a view regroups a dimension made of unlike parts"),
         ("[b, 8]", [b, 9], "sizes [b, 8] and [b, 9] do not match"),
     ],
 )

@@ -97,12 +97,17 @@ def _regroup(ins: list[Dim], shape: list[Size]) -> list[Dim]:
     """One group of `match_groups`: the same elements, as dimensions of these sizes."""
     if not any(cut_factors(dim) for dim in ins):
         return [whole_dim(size) for size in shape]
+    if len(ins) == len(shape) == 1:
+        return ins
+    for dim in ins:
+        if size_of(dim) == 1 and not held_by_all(dim):
+            raise LayoutError(f"a view drops {cut_factors(dim)[0]}")
     big_in = [dim for dim in ins if size_of(dim) != 1]
     big_out = [index for index, size in enumerate(shape) if size != 1]
     if len(big_in) == 1 and len(big_out) == 1:
         return [big_in[0] if index == big_out[0] else whole_dim(1) for index in range(len(shape))]
     sizes = [shape[index] for index in big_out]
-    if len(canonical(big_in[0])) > 1:
+    if big_in and len(canonical(big_in[0])) > 1:
         parts = iter(_regroup_parts(big_in, sizes))
         return [next(parts) if index in big_out else whole_dim(1) for index in range(len(shape))]
     factors = [factor for dim in big_in for factor in _one_segment(dim)]
@@ -110,9 +115,6 @@ def _regroup(ins: list[Dim], shape: list[Size]) -> list[Dim]:
     for size in shape:
         taken, factors = _take(factors, size)
         dims.append((taken,))
-    for factor in (*factors, *(f for dim in ins if size_of(dim) == 1 for f in cut_factors(dim))):
-        if isinstance(factor.cut, Cut) and any(held != (0, 1) for held in factor.cut.ranges):
-            raise LayoutError(f"a view drops {factor}")
     return dims
 
 
