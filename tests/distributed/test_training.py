@@ -68,10 +68,13 @@ def test_three_steps_through_a_pipeline_equal_one_device(mesh: str, job: int, sc
 
 
 def check(case: Case, ranks: list[Found]) -> None:
-    """Losses, every rank's gradients of every stage before each step, and the parameters at the end; the third batch is longer."""
+    """Losses, every rank's gradients of every stage before each step, and the parameters at the end; the third batch is longer.
+
+    A loss of type float32 is rounded to it in the parts of every micro-batch, and on one device: its last two places say nothing.
+    """
     loss, gradient = (1e-10, 1e-9) if case.exact else (1e-7, 1e-6)
     for found in ranks:
-        assert max(found.loss_errors) <= max(loss, found.spacing), found
+        assert max(found.loss_errors) <= max(loss, 2 * found.spacing), found
         assert len(found.gradients) == 3 and max(found.gradients).error <= gradient, found
         assert found.parameters.error <= 1e-6, found
         assert found.skipped < found.compared / 2, found
@@ -99,7 +102,7 @@ def test_a_capture_made_anew_has_the_same_parameters() -> None:
 def test_an_ordinary_module(mesh: str, job: int) -> None:
     for found in results(mesh)[job]:
         assert found.kind == "CausalLMOutputWithCrossAttentions"
-        assert found.loss_error <= max(1e-7, found.spacing) and found.logits_error <= 1e-10 and found.gradients.error <= 1e-6, found
+        assert found.loss_error <= max(1e-7, 2 * found.spacing) and found.logits_error <= 1e-10 and found.gradients.error <= 1e-6, found
 
 
 @pytest.mark.parametrize(("mesh", "job"), jobs(workers.collectives))
