@@ -1,0 +1,1 @@
+"""Tiny models of many transformers types, and what is measured about them."""
