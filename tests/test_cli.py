@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tpcompile.cli import main
+from tpcompile.rules import POINTWISE, RESHAPES, RULES, SPLITS
 
+ROOT = Path(__file__).resolve().parent.parent
 GPT = "tpcompile.demo.model:gpt"
 SMALL_LLAMA = "hf:llama,num_hidden_layers=2,hidden_size=64,intermediate_size=96,num_attention_heads=4,num_key_value_heads=2,vocab_size=91"
 
@@ -38,6 +41,22 @@ def test_inspect_lists_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", GPT, "--mesh", "tp=2", "--pass", "rewrit"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("tpcompile: no pass is named 'rewrit'\n  at   --pass rewrit\n  fix  the passes are capture, normalize, ")
+
+
+def test_inspect_prints_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    """The documentation of operations is this command's output, and every rule is in it as it stands in the table."""
+    assert main(["inspect", "--rules"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"`{name}`" in printed for names in (RULES, POINTWISE, RESHAPES, SPLITS) for name in names)
+    assert all(f"`{rule}`" in printed for rule in RULES.values() if isinstance(rule, str))
+    assert printed == (ROOT / "docs" / "operations.md").read_text(), "tpcompile inspect --rules > docs/operations.md"
+
+
+def test_inspect_needs_a_model_and_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", GPT, "--mesh", "tp=2"]) == 2
+    assert capsys.readouterr().err == (
+        "tpcompile: --pass not given\n  at   tpcompile inspect\n  fix  give all of MODEL, --mesh and --pass, or --rules alone\n"
+    )
 
 
 def test_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,9 +30,10 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64, so that rounding hides nothing")
     plan = command.add("plan", _plan, "print what would be cut, how, and what stays whole and why")
     _model(plan)
-    inspect = command.add("inspect", _inspect, "print the graph after a pass")
-    _model(inspect)
-    inspect.add_argument("--pass", dest="after", metavar="NAME", required=True, help="capture, normalize, …; a wrong name lists them")
+    inspect = command.add("inspect", _inspect, "print the graph after a pass, or the rules of all operations")
+    _model(inspect, needed=False)
+    inspect.add_argument("--pass", dest="after", metavar="NAME", help="capture, normalize, …; a wrong name lists them")
+    inspect.add_argument("--rules", action="store_true", help="print what every operation does to a cut; needs no model")
     inspect.add_argument("--rank", type=int, help="print the numbers and the source of this rank (with --pass emit)")
     check = command.add("check", _check, "run every rank in this process and compare with the untouched model")
     _model(check)
@@ -55,14 +56,15 @@ class _Commands:
         return made
 
 
-def _model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help="package.module:factory, or hf:llama,num_hidden_layers=2,hidden_size=64")
-    _sizes(command, mesh=None, rows=8, sequence=16)
+def _model(command: argparse.ArgumentParser, *, needed: bool = True) -> None:
+    text = "package.module:factory, or hf:llama,num_hidden_layers=2,hidden_size=64"
+    command.add_argument("model", metavar="MODEL", nargs=None if needed else "?", help=text)
+    _sizes(command, mesh=None, rows=8, sequence=16, needed=needed)
 
 
-def _sizes(command: argparse.ArgumentParser, *, mesh: str | None, rows: int, sequence: int) -> None:
+def _sizes(command: argparse.ArgumentParser, *, mesh: str | None, rows: int, sequence: int, needed: bool = True) -> None:
     command.add_argument(
-        "--mesh", default=mesh, required=mesh is None, help='such as "dp=2,pp=2,tp=2"' + (" (the default)" if mesh else "")
+        "--mesh", default=mesh, required=needed and mesh is None, help='such as "dp=2,pp=2,tp=2"' + (" (the default)" if mesh else "")
     )
     command.add_argument("--batch", type=_count, default=rows, help=f"rows of a batch that is made here (default: {rows})")
     command.add_argument("--sequence", type=_count, default=sequence, help=f"words in a row of it (default: {sequence})")
@@ -108,7 +110,15 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     import tpcompile
+    from tpcompile.inspect.operations import operations
 
+    if args.rules:
+        print(operations(), end="")
+        return 0
+    if missing := [name for name, given in (("MODEL", args.model), ("--mesh", args.mesh), ("--pass", args.after)) if given is None]:
+        raise InputError(
+            f"{', '.join(missing)} not given", at="tpcompile inspect", fix="give all of MODEL, --mesh and --pass, or --rules alone"
+        )
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
     compiled = tpcompile.compile(model, args.mesh, batch, microbatches=args.microbatches)
     if args.after == "emit":

@@ -1,0 +1,82 @@
+"""The rule table as it is printed and documented: read from its own source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable, Iterator
+from textwrap import fill
+
+from tpcompile import rules
+
+WIDTH = 140
+
+
+def operations() -> str:
+    """Every operation that a cut passes through, as Markdown.
+
+    | operation            | rule                     | meaning                                       |
+    | `aten.bmm.default`   | `b m k, b k n -> b m n`  |                                               |
+    | `aten.cumsum.default`| `along(op)`              | Works along dimensions, which stay whole; … |
+    """
+    shapes = len(rules.RESHAPES | rules.SPLITS)
+    parts = [
+        "# Operations",
+        f"{len(rules.RULES)} rules, {len(rules.POINTWISE)} element-wise operations beside those that torch tags so, {shapes} views.",
+        "Written by `tpcompile inspect --rules`. An operation that is not here stays whole, and the plan says so.",
+        inspect.cleandoc(_letters()),
+        "\n".join(_table()),
+        _names(
+            "Element-wise",
+            "dimension by dimension, aligned from the right; also every operation that torch tags `pointwise`",
+            rules.POINTWISE,
+        ),
+        _names("Views", "the factors of a dimension are kept, merged or divided", rules.RESHAPES),
+        _names("Splits", "a dimension is divided at the sizes that the call gives", rules.SPLITS),
+        _names("Sums", "of two partial sums a partial sum is made", rules.SUMS),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _letters() -> str:
+    """How rules are read: from the module's own words."""
+    text = inspect.getdoc(rules) or ""
+    return "## Rules\n\n" + text.partition("\n\n")[2]
+
+
+def _table() -> Iterator[str]:
+    rows = [("operation", "rule", "meaning"), *((f"`{name}`", f"`{rule}`", meaning) for name, rule, meaning in entries())]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for place, row in enumerate(rows):
+        yield "| " + " | ".join(cell.replace("|", "\\|").ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + " |"
+        if not place:
+            yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+
+
+def entries() -> Iterator[tuple[str, str, str]]:
+    """Each row of the table: the operation, its rule as it stands there, and what the function says that computes it."""
+    body = ast.parse(inspect.getsource(rules)).body
+    table = next(node.value for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "RULES")
+    assert isinstance(table, ast.Dict)
+    for key, value in zip(table.keys, table.values, strict=True):
+        assert isinstance(key, ast.Constant)
+        match value:
+            case ast.Constant(value=str(text)):
+                yield str(key.value), text, ""
+            case ast.Lambda(body=body):
+                yield str(key.value), ast.unparse(body), _meaning(body)
+            case _:
+                yield str(key.value), ast.unparse(value), _meaning(value)
+
+
+def _meaning(body: ast.expr) -> str:
+    """The first sentence of the function that a rule calls."""
+    match body:
+        case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name):
+            return (inspect.getdoc(getattr(rules, name, None)) or "").partition("\n")[0]
+    return ""
+
+
+def _names(title: str, meaning: str, names: Iterable[str]) -> str:
+    listed = fill(" ".join(f"`{name}`" for name in sorted(names)), WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"## {title}\n\n{meaning[0].upper()}{meaning[1:]}.\n\n{listed}"
