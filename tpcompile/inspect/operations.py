@@ -55,8 +55,8 @@ def _table() -> Iterator[str]:
 
 def entries() -> Iterator[tuple[str, str, str]]:
     """Each row of the table: the operation, its rule as it stands there, and what the function says that computes it."""
-    body = ast.parse(inspect.getsource(rules)).body
-    table = next(node.value for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "RULES")
+    module = ast.parse(inspect.getsource(rules)).body
+    table = next(node.value for node in module if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "RULES")
     assert isinstance(table, ast.Dict)
     for key, value in zip(table.keys, table.values, strict=True):
         assert isinstance(key, ast.Constant)
