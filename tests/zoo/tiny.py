@@ -118,7 +118,7 @@ def tiny(
         if isinstance(module, nn.Dropout):
             module.p = dropout
     generator = torch.Generator().manual_seed(seed + 1)
-    inputs = make_inputs(model, config, task, model_type, (batch, sequence), generator)
+    inputs: dict[str, Any] = dict(make_inputs(model, config, task, model_type, (batch, sequence), generator))
     if labels:
         inputs["labels"] = torch.zeros(batch, dtype=torch.long) if task == "img" else words(batch, sequence, generator)
     if "use_cache" in inspect.signature(model.forward).parameters:
