@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
 from zoo.shrink import shrink
 
 TASKS: Mapping[str, Mapping[str, Any]] = {
