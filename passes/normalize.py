@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from tpcompile import collectives
+from tpcompile.errors import Refused
 from tpcompile.factors import divides, quotient
 from tpcompile.ir import Draft, Program
 from tpcompile.layout import Size, TensorType
@@ -257,6 +258,9 @@ def _spell_attention(draft: Draft, node: fx.Node) -> None:
     def call(target: Callable[..., object], *args: object, shape: tuple[Size, ...], of: torch.dtype = q.dtype, **kwargs: object) -> fx.Node:
         return draft.call(target, *args, type=TensorType(of, shape), like=node, **kwargs)
 
+    if not all(isinstance(size, int) for size in (q.shape[-1], *((q.shape[-3], k.shape[-3]) if grouped else ()))):
+        what = "attention with dropout, over heads whose number or size is known only when it runs"
+        raise Refused(what, source=str(draft.sources.get(node.name, "")), fix="take the heads apart in the model, or set the dropout to 0")
     with draft.graph.inserting_before(node):
         if grouped and k.shape[-3] != q.shape[-3]:
             times = quotient(q.shape[-3], k.shape[-3])

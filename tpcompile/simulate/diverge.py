@@ -98,7 +98,7 @@ class _Search:
             ):
                 continue
             expected = self.whole[origin]
-            size = max(1.0, float(expected.abs().max())) if expected.is_floating_point() and expected.numel() else 1.0
+            size = max(1.0, float(expected.detach().abs().max())) if expected.is_floating_point() and expected.numel() else 1.0
             error = self.error(layout, made[node.name], expected) / size
             if error > self.tolerance:
                 return self.found("value", node.name, origin, error, stage)
