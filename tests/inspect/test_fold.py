@@ -31,7 +31,8 @@ def test_a_name_is_split_at_its_layer() -> None:
 
 
 def test_only_what_is_alike_is_folded() -> None:
-    items = [(f"{layer}.{part}", kind) for layer, kind in zip(LAYERS[:4], "aaba", strict=True) for part in ("attention", "mlp")] + [("head", "a")]
+    kinds = dict(zip(LAYERS, "aaba", strict=False))
+    items = [*((f"{layer}.{part}", kind) for layer, kind in kinds.items() for part in ("attention", "mlp")), ("head", "a")]
     lines = [name for name, _ in fold(items, lambda item: item[0], lambda item: item[1], LAYERS)]
     assert lines == [
         "model.layers.0–1, 3.attention",
