@@ -19,6 +19,9 @@ from tpcompile.rules import Op, bind_rule, forward, has_rule, op_name, view_op, 
 RANK: Mapping[Kind, int] = {"attention": 0, "mlp": 1, "linear": 2, "column": 3, "row": 3}
 """Which region wins where two want the same linear: attention, then MLP, then a bare chain of linears."""
 
+CONFLICT = 2
+"""What another region has, or would have to share, is the last reason to give; that of a region's row goes before that of its columns."""
+
 SHAPES_ONLY = ("aten.sym_size.int", "aten._assert_tensor_metadata.default")
 
 
@@ -102,8 +105,7 @@ class _Chooser:
         self.nodes = program.nodes()
         self.order = {name: position for position, name in enumerate(self.nodes)}
         self.regions: list[Region] = []
-        self.reasons: dict[str, str] = {}
-        self.conflicts: set[str] = set()  # linears that another region has, or would have to share
+        self.reasons: dict[str, tuple[int, str]] = {}  # linear → the weight of a reason, lowest first, and the reason
         self.taken: dict[str, Layout | tuple[Layout, ...]] = {}
         self.rows: set[str] = set()
         self.matched: set[str] = set()
@@ -118,10 +120,10 @@ class _Chooser:
                 self.accept(name, union)
             except LayoutError as error:
                 reason = str(error)
-        for node in (*union.rows, *union.columns) if reason else ():
-            self.reasons.setdefault(node, reason)
-            if conflict:
-                self.conflicts.add(node)
+        for weight, nodes in enumerate((union.rows, union.columns)) if reason else ():
+            for node in nodes:
+                found = (weight + CONFLICT * bool(conflict), reason)
+                self.reasons[node] = min(self.reasons.get(node, found), found, key=lambda reason: reason[0])
 
     def name(self, union: Union) -> str:
         """The module path that the region's linears share, with its kind where that is ambiguous."""
@@ -347,11 +349,10 @@ def why_whole(cone: Cone, chooser: _Chooser) -> str:
     """The reason in the user's terms: what the walk met first, unless the region was found and then turned down by itself."""
     if chooser.parts == 1:
         return f"there is one rank on {chooser.axis}"
-    if cone.seed in chooser.reasons and cone.seed not in chooser.conflicts:
-        return chooser.reasons[cone.seed]
-    if cone.reason:
+    weight, reason = chooser.reasons.get(cone.seed, (2 * CONFLICT, "no linear before it to cut with it"))
+    if cone.reason and weight >= CONFLICT:
         return f"{cone.reason}: {cone.stop}{chooser.at(cone.stop)}"
-    return chooser.reasons.get(cone.seed, "no linear before it to cut with it")
+    return reason
 
 
 def _looks_up(node: fx.Node, program: Program) -> bool:
