@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from tpcompile.passes._views import like, schema_name
+from tpcompile.rules import argument
 
 aten = torch.ops.aten
 
@@ -33,10 +34,17 @@ def stop_gradients(graph: fx.Graph, seeds: Iterable[fx.Node]) -> None:
 
     before  %c = cos(%x)    made under no_grad        after  %c = cos(%x), %d = detach(%c)
             %y = mul(%z, %c)                                 %y = mul(%z, %d)
+
+    An operation that has nothing to do returns its very operand, as a cast to the same type: gradients pass there even under no_grad,
+    and a trace cannot tell later uses of the operand from uses of the result.
     """
     found = set(seeds)
     for node in list(graph.nodes):
         if node.op != "call_function":
+            continue
+        if node.meta.get("no_grad") and _returns_operand(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
             continue
         if schema_name(node) == "aten::detach":
             if node.args[0] not in found:
@@ -52,6 +60,16 @@ def stop_gradients(graph: fx.Graph, seeds: Iterable[fx.Node]) -> None:
                 detached = like(graph, node, aten.detach.default, (node,), {})
             for user in readers:
                 user.replace_input_with(node, detached)
+
+
+def _returns_operand(node: fx.Node) -> bool:
+    operand = node.args[0] if node.args else None
+    if not isinstance(operand, fx.Node) or schema_name(node) not in ("aten::to", "aten::contiguous", "aten::type_as"):
+        return False
+    before, after = operand.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or argument(node, "copy", False):
+        return False
+    return before.dtype == after.dtype and before.device == after.device and before.stride() == after.stride()
 
 
 def drop_copies(graph: fx.Graph) -> None:

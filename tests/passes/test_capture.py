@@ -291,6 +291,14 @@ def without_gradient(m: Small, x: Tensor) -> Tensor:
     return y * z + twice + w * y.detach()
 
 
+def cast_without_gradient(m: Small, x: Tensor) -> Tensor:
+    """A cast to the same type returns its operand: made under no_grad first, it must not stop the gradient of the second."""
+    y = m.a(x)
+    with torch.no_grad():
+        z = y.to(torch.float64).sum()
+    return y.to(torch.float64) * 2 + z
+
+
 def autocast_off(m: Small, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return m.a(x)
@@ -307,6 +315,7 @@ FUNCTIONS = [
     write_shapes_and_types,
     write_to_inputs,
     without_gradient,
+    cast_without_gradient,
     autocast_off,
     constants,
 ]
