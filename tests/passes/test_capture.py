@@ -292,11 +292,11 @@ def without_gradient(m: Small, x: Tensor) -> Tensor:
 
 
 def cast_without_gradient(m: Small, x: Tensor) -> Tensor:
-    """A cast to the same type returns its operand: made under no_grad first, it must not stop the gradient of the second."""
+    """A cast to the same type returns its operand: under no_grad it must not stop the gradient of the operand's later uses."""
     y = m.a(x)
     with torch.no_grad():
-        z = y.to(torch.float64).sum()
-    return y.to(torch.float64) * 2 + z
+        z = y.to(y.dtype).sum()
+    return y * 2 + z
 
 
 def autocast_off(m: Small, x: Tensor) -> Tensor:
