@@ -40,8 +40,10 @@ class _Holder:
 class Builder:
     """From what export made to a Program."""
 
-    def __init__(self, model: nn.Module, exported: Exported, paths: Sequence[str], examples: Sequence[Tensor]) -> None:
-        self.model, self.exported, self.paths = model, exported, paths
+    def __init__(
+        self, model: nn.Module, exported: Exported, paths: Sequence[str], examples: Sequence[Tensor], loss: Source | None = None
+    ) -> None:
+        self.model, self.exported, self.paths, self.loss = model, exported, paths, loss
         self.work = Flattener().flatten(exported.program.graph_module)
         self.holders = self._holders()
         self.aliases = self._merge_twins()
@@ -195,7 +197,7 @@ class Builder:
         kind = self.symbols.type(node.meta.get("val"))
         if kind is not None:
             self.types[new.name] = kind
-        if (source := source_of(node)) is not None:
+        if (source := source_of(node, self.loss)) is not None:
             self.sources[new.name] = source
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,20 +11,33 @@ from pathlib import Path
 from torch import fx, nn
 
 from tpcompile.ir import Source
-from tpcompile.passes._reasons import is_user_file
+from tpcompile.passes._reasons import OWN, is_user_file
 
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 ROOT = "model"  # what the wrapper that is exported calls the user's model
 
 
-def source_of(node: fx.Node) -> Source | None:
-    """The innermost line outside torch that made a node; inside torch where all of it is. None for what no line made."""
+def source_of(node: fx.Node, loss: Source | None = None) -> Source | None:
+    """The innermost line outside torch that made a node; inside torch where all of it is. None for what no line made.
+
+    Torch notes the lines of modules alone: for what ran outside of any it is where the `loss` stands.
+    """
     frames = list(FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:
         return None
     own = [frame for frame in frames if is_user_file(frame["file"])]
+    if not own and any(OWN in Path(frame["file"]).parents for frame in frames):
+        return loss
     frame = (own or frames)[-1]
     return Source(Path(frame["file"]).name, int(frame["line"]), frame["code"].strip(), path_of(node))
+
+
+def line_of(function: object) -> Source | None:
+    """Where a function is defined, if it is written in Python."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    return Source(Path(code.co_filename).name, code.co_firstlineno, linecache.getline(code.co_filename, code.co_firstlineno).strip(), "")
 
 
 def path_of(node: fx.Node) -> str:

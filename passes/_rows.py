@@ -97,7 +97,10 @@ class Rows:
         made = forward(op, [self.layouts[operand][0] for operand in op.operands])
         if any(layout.partial for layout in made):
             raise LayoutError("it sums over the rows")
-        return tuple(self.spread(layout, kind) for layout, kind in zip(made, kinds, strict=True))
+        layouts = tuple(self.spread(layout, kind) for layout, kind in zip(made, kinds, strict=True))
+        if any(sum(bool(cut_factors(dim)) for dim in layout.dims) > 1 for layout in layouts):
+            raise LayoutError("rows meet other rows")
+        return layouts
 
     def created(self, node: fx.Node, kinds: tuple[TensorType, ...]) -> tuple[Layout, ...]:
         """A new tensor, equal in all rows; but `arange(rows)` counts them."""
@@ -143,6 +146,10 @@ class Rows:
     def depends(self, node: fx.Node) -> bool:
         """Whether a value has something for each row."""
         return any(layout.is_cut for layout in self.layouts.get(node, ()))
+
+    def depends_along(self, node: fx.Node, dim: int) -> bool:
+        """Whether a dimension of a value counts rows; of one that has not so many, none does."""
+        return any(dim < len(layout.dims) and bool(cut_factors(layout.dims[dim])) for layout in self.layouts.get(node, ()))
 
     def reason(self, node: fx.Node) -> str:
         """Why rows are not kept apart at a value, with the user's line; "" when they are."""

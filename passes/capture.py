@@ -16,6 +16,7 @@ from tpcompile.passes._build import Builder
 from tpcompile.passes._call import Call
 from tpcompile.passes._export import export
 from tpcompile.passes._guards import matches
+from tpcompile.passes._origin import line_of
 from tpcompile.passes._reasons import user_line
 
 __all__ = ["bind_example", "capture", "matches"]
@@ -40,7 +41,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[..., T
     examples = _examples(model, [leaf for _, leaf in tensors])
     call = Call(model, [leaf for _, leaf in found], spec, lambda given: binding.arguments(model, given, with_loss=loss is not None), loss)
     exported = export(call, examples, [_dynamic(example) for example in examples])
-    return Builder(model, exported, tuple(path for path, _ in tensors), examples).program(dict(found))
+    return Builder(model, exported, tuple(path for path, _ in tensors), examples, line_of(loss)).program(dict(found))
 
 
 def _refuse_autocast() -> None:

@@ -114,6 +114,8 @@ class _Divider:
     def reduced(self, node: fx.Node) -> None:
         """A loss function with a mean inside: its sum, by its count."""
         self.apart(node.all_input_nodes, node)
+        if op_name(node) == "aten.cross_entropy_loss.default" and self.rows.depends_along(node.all_input_nodes[0], 1):
+            raise LayoutError(f"{self.at(node)} has rows for classes")
         copy = self.target(node)
         with self.draft.graph.inserting_before(copy):
             total = self.draft.call(node.target, *_with(copy, "reduction", SUM), type=self.program.types[node.name], like=node)
@@ -184,7 +186,9 @@ class _Divider:
         size = product(kind.shape)
         names = sorted({self.program.symbols[symbol][0] for symbol in getattr(size, "free_symbols", ())})
         made = {name: graph.placeholder(name) for name in names}
-        graph.output(graph.call_function(aten.scalar_tensor.default, (symbol_nodes(graph, self.program, size, made),)))
+        graph.output(
+            graph.call_function(aten.scalar_tensor.default, (symbol_nodes(graph, self.program, size, made),), {"dtype": torch.float64})
+        )
         return graph
 
     # --- the new graph

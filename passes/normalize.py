@@ -29,6 +29,7 @@ def normalize(program: Program) -> Program:
     before  %y = slice(%x, 2, 0, END, 2)                 after  %y = select(unflatten(%x, 2, [64, 2]), 3, 0)
     before  %y = dropout(%x, 0.1)                         after  %y = dropout(%x, 0.1, %rng_key, 0)
     before  %y = to(%x, float32) : f32 from f32           after  %x
+    before  %a, %b = broadcast_tensors(%x, %y)            after  %x, %y
     before  %y = view_as(%x, %z), %u = type_as(%x, %z)    after  %y = view(%x, [4, 16]), %u = to(%x, f32)
     """
     draft = Draft(program)
@@ -43,6 +44,9 @@ def normalize(program: Program) -> Program:
 def name_sizes(draft: Draft, node: fx.Node) -> None:
     """What an operation takes from another tensor, or from its own sizes, written out: a rank's piece has other sizes than the whole."""
     kind, source = draft.types[node.name], node.args[0] if node.args else None
+    if op_name(node) == "aten.broadcast_tensors.default":
+        expand_each(draft, node)
+        return
     if not isinstance(kind, TensorType) or not isinstance(source, fx.Node):
         return
     before = draft.types[source.name]
@@ -63,6 +67,24 @@ def name_sizes(draft: Draft, node: fx.Node) -> None:
                     for dim, size in enumerate(kind.shape)
                 ]
                 draft.replace(node, draft.call(aten.reshape.default, source, sizes, type=kind, like=node))
+
+
+def expand_each(draft: Draft, node: fx.Node) -> None:
+    """Tensors broadcast together, each by itself: to the sizes of one that has them all."""
+    kinds, operands = draft.types[node.name], list(node.all_input_nodes)
+    assert isinstance(kinds, tuple)
+    if len(operands) < len(kinds):
+        return
+    full = next((operand for operand in operands if draft.types[operand.name].shape == kinds[0].shape), None)  # type: ignore[union-attr]
+    for item in list(node.users) if full is not None else []:
+        index = item.args[1]
+        assert isinstance(index, int)
+        operand = operands[index]
+        if draft.types[operand.name] == kinds[index]:
+            draft.replace(item, operand)
+        else:
+            with draft.graph.inserting_before(item):
+                draft.replace(item, draft.call(aten.expand_as.default, operand, full, type=kinds[index], like=item))
 
 
 def drop_identities(draft: Draft, node: fx.Node) -> None:

@@ -143,7 +143,8 @@ class Replay:
         """N / dp of every mean loss."""
         program, mesh = self.compilation.program, self.compilation.mesh
         parts = mesh.dp * self.compilation.options.microbatches
-        return {count.name: counted(count.graph, self.model, program, tensors, parts) / mesh.dp for count in program.counts}
+        found = {count.name: counted(count.graph, self.model, program, tensors, parts) / mesh.dp for count in program.counts}
+        return {name: value.to(program.types[name].dtype) for name, value in found.items()}  # type: ignore[union-attr]
 
     def tie(self) -> None:
         """Sum the gradients of a parameter that several stages hold, as they do over their ranks."""
@@ -166,9 +167,9 @@ class Replay:
 def counted(graph: fx.Graph | None, model: nn.Module, program: Program, tensors: Mapping[str, Tensor], parts: int) -> Tensor:
     """N over all rows, part by part."""
     if graph is None:
-        return torch.ones(())
+        return torch.ones((), dtype=torch.float64)
     names = [node.name for node in graph.find_nodes(op="placeholder")]
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float64)
     for index in range(parts):
         given = rows(program, tensors, index, parts)
         values = [
