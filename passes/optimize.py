@@ -58,17 +58,14 @@ def add_before_reduce(graph: fx.Graph, node: fx.Node, layouts: dict[str, Layout 
 
 def _pending(value: object) -> tuple[fx.Node, list[fx.Node], list[fx.Node]] | None:
     """The reduction under a value that only this addition reads, what has been added to it since, and the nodes that go with it."""
-    addends: list[fx.Node] = []
-    gone: list[fx.Node] = []
-    while isinstance(value, fx.Node) and len(value.users) == 1:
-        gone.append(value)
-        if op_name(value) == REDUCE:
-            return value, addends, gone
-        if op_name(value) != ADD or value.kwargs or not all(isinstance(arg, fx.Node) for arg in value.args):
-            return None
-        reduced = next((arg for arg in value.args if op_name(arg) in (REDUCE, ADD)), None)  # type: ignore[arg-type]
-        if reduced is None:
-            return None
-        addends += [arg for arg in value.args if arg is not reduced]  # type: ignore[misc]
-        value = reduced
+    if not isinstance(value, fx.Node) or len(value.users) != 1:
+        return None
+    if op_name(value) == REDUCE:
+        return value, [], [value]
+    if op_name(value) != ADD or value.kwargs or not all(isinstance(arg, fx.Node) for arg in value.args) or value.args[0] is value.args[1]:
+        return None
+    for operand, other in (value.args, value.args[::-1]):
+        if (found := _pending(operand)) is not None:
+            reduced, addends, gone = found
+            return reduced, [*addends, other], [value, *gone]  # type: ignore[list-item]
     return None

@@ -139,6 +139,7 @@ FACTORIES: Mapping[str, Callable[[], tuple[nn.Module, Batch, Loss | None]]] = {
     "neox": neox,
     "bert": bert,
     "llama14on2": lambda: llama(14, 2),
+    "llama24on3": lambda: llama(24, 3),
     "llama6on3": lambda: llama(6, 3),
     "llama4on1": lambda: llama(4, 1),
 }

@@ -30,7 +30,9 @@ def test_one_step_of_sgd_in_float64(name: str, mesh: str) -> None:
     assert report.grad_errors.keys() >= {key for key, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("llama14on2", "tp=4"), ("llama6on3", "tp=2"), ("llama6on3", "tp=4"), ("llama4on1", "tp=3")])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama14on2", "tp=4"), ("llama24on3", "tp=4"), ("llama6on3", "tp=2"), ("llama6on3", "tp=4"), ("llama4on1", "tp=3")]
+)
 def test_key_value_heads_that_ranks_share_unevenly(name: str, mesh: str) -> None:
     model, batch, _ = made(name)
     compilation = compiled(name, mesh)

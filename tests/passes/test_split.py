@@ -1,0 +1,129 @@
+"""split: stages balanced by cost, with the residual stream alone between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from pass_models import Tiny, captured, local, stages, tiny
+from torch import Tensor
+
+from tpcompile.errors import InputError
+from tpcompile.ir import Stage
+from tpcompile.passes.optimize import optimize
+from tpcompile.passes.split import balance, split
+from tpcompile.text import text
+
+
+def test_golden(golden: Callable[..., None]) -> None:
+    program, batch = tiny(layers=2)
+    before = optimize(local(program, 2))
+    shown = text(before)
+    made = stages(program, batch, 2, 2)
+    assert text(before) == shown
+    golden("\n\n".join([f"before\n{shown}", *(f"stage {stage.index}\n{text(stage)}" for stage in made)]), "split")
+
+
+def brute_force(loads: Sequence[int], count: int) -> int:
+    """The least greatest sum over all ways to cut a row of loads."""
+    cuts = combinations(range(1, len(loads)), count - 1)
+    return min(max(sum(loads[a:z]) for a, z in pairwise([0, *places, len(loads)])) for places in cuts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_balance_equals_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    loads = [rng.choice([0, 1, 2, 3, 5, 8, 13]) for _ in range(rng.randint(2, 9))]
+    count = rng.randint(1, len(loads))
+    ranges = balance(loads, count)
+    assert [index for start, stop in ranges for index in range(start, stop)] == list(range(len(loads)))
+    assert len(ranges) == count and all(start < stop for start, stop in ranges)
+    assert max(sum(loads[start:stop]) for start, stop in ranges) == brute_force(loads, count)
+
+
+@pytest.mark.parametrize(("layers", "count"), [(2, 2), (4, 2), (4, 4), (5, 3)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_only_the_residual_stream_crosses(layers: int, count: int, parts: int) -> None:
+    program, batch = tiny(layers=layers)
+    made = stages(program, batch, parts, count)
+    for before, after in pairwise(made):
+        (sent,) = before.sends
+        assert before.sends == after.receives
+        assert [str(size) for size in sent.type.shape] == ["b", "s", "6"] and sent.requires_grad
+    assert made[0].receives == () and made[-1].sends == ()
+
+
+def test_layers_are_in_order_and_every_parameter_has_a_home() -> None:
+    program, batch = tiny(layers=4)
+    made = stages(program, batch, 2, 3)
+    held = [sorted({name.split(".")[1] for name in stage.parameters.values() if name.startswith("layers.")}) for stage in made]
+    assert [layer for stage in held for layer in stage] == ["0", "1", "2", "3"]
+    assert {name for stage in made for name in stage.parameters.values()} == set(program.parameters.values())
+
+
+def test_a_tied_weight_is_on_both_stages() -> None:
+    program, batch = tiny(layers=2)
+    first, last = stages(program, batch, 2, 2)
+    assert "embed.weight" in first.parameters.values() and "embed.weight" in last.parameters.values()
+    assert "layers.0.up.weight" not in last.parameters.values()
+
+
+def test_inputs_go_where_they_are_used() -> None:
+    program, batch = tiny(layers=2)
+    first, last = stages(program, batch, 2, 2)
+    assert first.inputs == ("ids",) and last.inputs == ("labels", "loss_count_0")
+
+
+class Positions(Tiny):
+    """A table of positions, made from the inputs alone, is used before the layers and after them."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device).cos()[None, :, None]
+        x = self.embed(ids) + positions
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.cross_entropy((self.head(x) * positions).flatten(0, 1), labels.flatten())
+
+
+def test_what_depends_on_inputs_alone_is_computed_again() -> None:
+    batch = {"ids": torch.tensor([[0, 1, 4], [2, 2, 3]]), "labels": torch.tensor([[1, 4, 2], [2, 3, -100]])}
+    made = stages(captured(Positions(layers=2), batch), batch, 2, 2)
+    assert all(len(stage.sends) <= 1 for stage in made)
+    assert all("aten.cos" in text(stage) for stage in made) and "ids" in made[1].inputs
+
+
+def test_placeholders_stand_in_the_order_of_the_contract() -> None:
+    program, batch = tiny(layers=2)
+    for stage in stages(program, batch, 2, 2):
+        names = [node.name for node in stage.graph.find_nodes(op="placeholder")]
+        assert names == [*(b.name for b in stage.receives), *stage.parameters, *stage.buffers, *stage.constants, *stage.inputs]
+
+
+def costs_of(stage: Stage) -> int:
+    return sum("aten.linear" in line for line in text(stage).splitlines())
+
+
+def test_a_costly_head_takes_layers_from_its_stage() -> None:
+    program, _ = tiny(layers=4)
+    made = local(program, 1)
+    heavy = {node.name: 1_000_000 if node.name == "linear_16" else 1000 for node in made.graph.nodes}
+    first, last = split(made, 2, heavy)
+    assert costs_of(first) == 12 and costs_of(last) == 5
+
+
+def test_more_stages_than_layers() -> None:
+    program, batch = tiny(layers=2)
+    with pytest.raises(InputError) as error:
+        stages(program, batch, 2, 3)
+    lines = [line for line in str(error.value).splitlines() if not line.startswith("  from")]
+    assert lines == ["3 pipeline stages for 2 layers", "  at   compile(mesh pp=3)", "  fix  use pp=2 or less"]
+
+
+def test_no_layers_at_all() -> None:
+    program, batch = tiny(layers=1)
+    with pytest.raises(InputError) as error:
+        stages(program, batch, 1, 2)
+    assert str(error.value).startswith(("2 pipeline stages for 1 layer\n", "2 pipeline stages for 0 layers\n"))
