@@ -26,10 +26,14 @@ def source_of(node: fx.Node, loss: Source | None = None) -> Source | None:
     if not frames:
         return None
     own = [frame for frame in frames if is_user_file(frame["file"])]
-    if not own and any(OWN in Path(frame["file"]).parents for frame in frames):
+    if not own and not _in_model(node) and any(OWN in Path(frame["file"]).parents for frame in frames):
         return loss
     frame = (own or frames)[-1]
     return Source(Path(frame["file"]).name, int(frame["line"]), frame["code"].strip(), path_of(node))
+
+
+def _in_model(node: fx.Node) -> bool:
+    return any(re.fullmatch(rf"{ROOT}(@\d+)?(\..*)?", entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values())
 
 
 def line_of(function: object) -> Source | None:

@@ -75,16 +75,22 @@ def expand_each(draft: Draft, node: fx.Node) -> None:
     assert isinstance(kinds, tuple)
     if len(operands) < len(kinds):
         return
-    full = next((operand for operand in operands if draft.types[operand.name].shape == kinds[0].shape), None)  # type: ignore[union-attr]
-    for item in list(node.users) if full is not None else []:
+    full = next((operand for operand in operands if _shape(draft, operand) == kinds[0].shape), None)
+    for item in list(node.users):
         index = item.args[1]
-        assert isinstance(index, int)
+        if full is None or not isinstance(index, int):
+            continue
         operand = operands[index]
         if draft.types[operand.name] == kinds[index]:
             draft.replace(item, operand)
         else:
             with draft.graph.inserting_before(item):
                 draft.replace(item, draft.call(aten.expand_as.default, operand, full, type=kinds[index], like=item))
+
+
+def _shape(draft: Draft, node: fx.Node) -> tuple[Size, ...] | None:
+    kind = draft.types[node.name]
+    return kind.shape if isinstance(kind, TensorType) else None
 
 
 def drop_identities(draft: Draft, node: fx.Node) -> None:

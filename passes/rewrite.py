@@ -63,7 +63,9 @@ class _Writer:
         target = node.target
         if wants:
             target, args, kwargs = localize(view_op(node, self.program.types), self, wants, args, kwargs)
-        self.values[node] = self.add(node.op, target, args, kwargs, node.name, self.sharded.layouts.get(node.name), node.name)
+        self.values[node] = self.add(
+            node.op, VIEWS.get(op_name(node), target), args, kwargs, node.name, self.sharded.layouts.get(node.name), node.name
+        )
 
     def write_row(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A contraction over a cut factor: a partial sum, reduced; what is added to it (a bias) comes after, once."""
@@ -204,6 +206,9 @@ CHANNELS: Mapping[str, int] = {"aten.conv1d.default": 1, "aten.conv1d.padding": 
 
 
 # --- arguments that are sizes ----------------------------------------------------------------------------------------
+
+VIEWS: Mapping[str, Any] = {"aten.view.default": torch.ops.aten.reshape.default}
+"""A view of what was laid out in one way when it was captured need not be one of a rank's piece, or on another device."""
 
 SHAPE_ARGUMENT: Mapping[str, str] = {
     "aten._unsafe_view.default": "size",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tpcompile.cost import all_flops, evaluate
+from tpcompile.errors import Refused
 from tpcompile.ir import Local, Plan, Program, Sharded, Stage
 from tpcompile.layout import Layout, TensorType, bounds, cut_factors
 from tpcompile.mesh import Mesh
@@ -26,6 +27,7 @@ from tpcompile.passes.plan import plan
 from tpcompile.passes.propagate import propagate
 from tpcompile.passes.rewrite import rewrite
 from tpcompile.passes.split import split
+from tpcompile.rules import op_name
 from tpcompile.text import text
 from tpcompile.verify import verify
 
@@ -114,6 +116,7 @@ def lower_captured(
     """Compile what was captured with this batch: all passes but the first. One capture serves any number of meshes."""
     log = log or Log()
     normal = verify(log.run("normalize", captured, lambda: normalize(captured)))
+    _refuse_random(normal, mesh)
     witness = _witness(model, batch, normal, options, mesh)
     program = verify(log.run("divide_loss", normal, lambda: divide_loss(normal, witness)))
     cones = log.run("detect", program, lambda: detect(program))
@@ -123,6 +126,19 @@ def lower_captured(
     local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten)))
     stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch))))
     return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, MappingProxyType(log.steps))
+
+
+def _refuse_random(program: Program, mesh: Mesh) -> None:
+    """Random numbers other than dropout's are drawn from each process's own generator: ranks would not agree on them."""
+    for node in program.graph.nodes if mesh.size > 1 else ():
+        tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+        if torch.Tag.nondeterministic_seeded in tags and op_name(node) not in ("aten.scaled_dot_product_attention.default",):
+            raise Refused(
+                f"{op_name(node)} draws random numbers that ranks would not share",
+                at=f"compile(mesh {mesh})",
+                source=str(program.sources.get(node.name, "")),
+                fix="use torch.nn.functional.dropout, pass the random tensor in with the batch, or use one rank",
+            )
 
 
 def _witness(model: nn.Module, batch: Mapping[str, Any], program: Program, options: Options, mesh: Mesh) -> Program | None:
