@@ -9,8 +9,8 @@ from torch import fx
 from tpcompile.errors import VerifyError
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Local, Program, Sharded, Stage
-from tpcompile.layout import Layout, TensorType, fits, size_of
-from tpcompile.rules import forward, op_name, view_op, wants_of
+from tpcompile.layout import Cut, Layout, TensorType, cut_factors, fits, same, size_of
+from tpcompile.rules import SUMS, forward, op_name, view_op, wants_of
 
 Value = TypeVar("Value", Program, Sharded, Local, Stage)
 
@@ -59,12 +59,13 @@ def _check_sharded(sharded: Sharded) -> None:
         declared = sharded.layouts.get(node.name)
         if isinstance(declared, Layout):
             _check_sizes(sharded, node, declared)
-        wants = wants_of(node, program.types, sharded.layouts, sharded.rows)
-        if not wants or declared is None:
-            continue
-        ins = sharded.rows.get(node.name, [want for _, want in wants])
-        expected = list(declared) if isinstance(declared, tuple) else [declared]
+            _check_item(sharded, node, declared)
         try:
+            wants = wants_of(node, program.types, sharded.layouts, sharded.rows)
+            if not wants or declared is None:
+                continue
+            ins = sharded.rows.get(node.name, [want for _, want in wants])
+            expected = list(declared) if isinstance(declared, tuple) else [declared]
             made = forward(view_op(node, program.types), ins, expected)
         except LayoutError as error:
             raise _broken(sharded, node, str(error)) from None
@@ -80,21 +81,95 @@ def _check_sizes(sharded: Sharded, node: fx.Node, layout: Layout) -> None:
         raise _broken(sharded, node, f"has layout {layout} and shape {list(kind.shape)}")
 
 
+def _check_item(sharded: Sharded, node: fx.Node, layout: Layout) -> None:
+    """An item of several outputs is that output."""
+    if node.op != "call_function" or op_name(node) != "getitem":
+        return
+    parent, index = node.args
+    made = sharded.layouts.get(parent.name) if isinstance(parent, fx.Node) else None
+    if isinstance(made, tuple) and isinstance(index, int) and not same(made[index], layout):
+        raise _broken(sharded, node, f"is {made[index]} and is declared {layout}")
+
+
 def _broken(sharded: Sharded, node: fx.Node, law: str) -> VerifyError:
     source = sharded.program.sources.get(node.name)
     return VerifyError(f"{node.name} = {op_name(node)}: {law}", at=node.format_node() or "", source=str(source) if source else "")
 
 
 def _check_local(local: Local) -> None:
-    """Partial sums are reduced before anything else reads them, and a parameter that ranks share is summed over them."""
+    """Partial sums are reduced once before anything else reads them; and so are gradients, on their way back.
+
+    What a region uses whole has there, on every rank, a part of its gradient: it must have entered. What enters is used by regions alone:
+    elsewhere its gradient is whole already. A parameter of which several ranks hold one piece sums its gradient over them.
+    """
     local.graph.lint()
+    flowing = _flowing(local)
     for node in local.graph.nodes:
-        layout = local.layouts.get(node.name)
-        if not isinstance(layout, Layout) or not layout.partial:
-            continue
-        for user in node.users:
-            if op_name(user) not in ("tpcompile.reduce.default", "aten.add.Tensor", "aten.sub.Tensor"):
-                raise VerifyError(f"{user.name} reads {node.name}, a partial sum that is not reduced")
-            out = local.layouts.get(user.name)
-            if op_name(user) != "tpcompile.reduce.default" and (not isinstance(out, Layout) or out.partial != layout.partial):
-                raise VerifyError(f"{user.name} adds {node.name}, a partial sum, to a whole value")
+        if node.op == "call_function" and op_name(node) != "getitem":
+            _check_collective(local, node)
+            for operand in node.all_input_nodes:
+                _check_use(local, node, operand, operand in flowing)
+
+
+def _flowing(local: Local) -> frozenset[fx.Node]:
+    """The values through which a gradient may reach a parameter."""
+    found: set[fx.Node] = set()
+    for node in local.graph.nodes:
+        kind = local.program.types.get(local.origins.get(node.name, node.name))
+        real = not isinstance(kind, TensorType) or kind.dtype.is_floating_point or kind.dtype.is_complex
+        made = node.op == "call_function" and op_name(node) != "aten.detach.default" and any(o in found for o in node.all_input_nodes)
+        if real and (made or node.name in local.program.parameters):
+            found.add(node)
+    return frozenset(found)
+
+
+TAKES = {
+    "reduce": "a partial sum",
+    "enter": "a whole value",
+    "local_slice": "a whole value",
+    "gather": "a cut value",
+    "shared": "a cut value",
+}
+"""What a collective takes."""
+
+
+def _check_collective(local: Local, node: fx.Node) -> None:
+    wanted = TAKES.get(op_name(node).removeprefix("tpcompile.").removesuffix(".default"))
+    have = local.layouts.get(node.all_input_nodes[0].name) if wanted else None
+    if isinstance(have, Layout) and _state(have) != wanted:
+        raise VerifyError(f"{node.name} = {op_name(node)}: {node.all_input_nodes[0].name} is {_state(have)}, and should be {wanted}")
+
+
+def _state(layout: Layout) -> str:
+    return "a partial sum" if layout.partial else "a cut value" if layout.is_cut else "a whole value"
+
+
+def _check_use(local: Local, node: fx.Node, operand: fx.Node, flows: bool) -> None:
+    have, name = local.layouts.get(operand.name), op_name(node)
+    if not isinstance(have, Layout):
+        return
+    inside = name == "tpcompile.local_slice.default" or (name not in CONVERSIONS and _on_pieces(local.layouts.get(node.name)))
+    if have.partial and name != "tpcompile.reduce.default":
+        if name not in SUMS:
+            raise VerifyError(f"{node.name} reads {operand.name}, a partial sum that is not reduced")
+        out = local.layouts.get(node.name)
+        if not isinstance(out, Layout) or out.partial != have.partial:
+            raise VerifyError(f"{node.name} adds {operand.name}, a partial sum, to a whole value")
+    entered = op_name(operand) == "tpcompile.enter.default"
+    if inside and flows and have.is_whole and not entered:
+        raise VerifyError(f"{node.name} works on pieces and reads {operand.name} whole: its gradient is a partial sum, and is not reduced")
+    if entered and not inside:
+        raise VerifyError(f"{node.name} works on whole values and reads {operand.name}: its gradient would be counted by every rank")
+    if operand.name in local.program.parameters and _overlaps(have) and name != "tpcompile.shared.default":
+        raise VerifyError(f"{node.name} reads {operand.name}, of which several ranks hold one piece: its gradient is not summed over them")
+
+
+CONVERSIONS = tuple(f"tpcompile.{name}.default" for name in ("enter", "gather", "reduce", "shared"))
+
+
+def _on_pieces(layout: Layout | tuple[Layout, ...] | None) -> bool:
+    return any(not part.is_whole for part in (layout if isinstance(layout, tuple) else (layout,)) if part is not None)
+
+
+def _overlaps(layout: Layout) -> bool:
+    return any(isinstance(factor.cut, Cut) and factor.cut.overlaps for dim in layout.dims for factor in cut_factors(dim))
