@@ -14,6 +14,8 @@ LAYERS = (
     ("mesh",),
     ("layout",),
     ("factors",),
+    ("operation",),
+    ("rule_texts",),
     ("rules",),
     ("collectives",),
     ("ir",),

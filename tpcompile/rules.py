@@ -16,8 +16,7 @@ from the operation's arguments. Views are no products of letters: `RESHAPES` go 
 
 from __future__ import annotations
 
-import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,8 +26,42 @@ from torch import fx
 
 from tpcompile.factors import LayoutError, concatenate, divide, divides, join, quotient, reshape
 from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, size_of, whole, whole_dim
+from tpcompile.operation import Op as Op
+from tpcompile.operation import argument as argument
+from tpcompile.operation import op_name as op_name
+from tpcompile.operation import view_op as view_op
+from tpcompile.rule_texts import (
+    along,
+    attention,
+    batch_normed,
+    convolution,
+    created,
+    cross_entropy,
+    difference,
+    einsum,
+    exchanged,
+    gathered,
+    index_selected,
+    indexed,
+    joined,
+    last,
+    letters,
+    moved,
+    normed,
+    padded,
+    patched,
+    permuted,
+    product_of_matrices,
+    reduced,
+    repeated,
+    scalar,
+    scattered,
+    stacked,
+    tiled,
+    unbound,
+)
 
-Rule = str | Callable[["Op"], str]
+Rule = str | Callable[[Op], str]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -154,289 +187,6 @@ SPLITS = frozenset(["aten.split_with_sizes.default"])
 
 SUMS = aten_names("add.Tensor sub.Tensor")
 """A sum of two partial sums is a partial sum."""
-
-
-# --- an operation, as rules see it -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Op:
-    """A call in the graph with the types of its tensor operands, in the order of its arguments, and of its outputs."""
-
-    name: str
-    node: fx.Node
-    operands: tuple[fx.Node, ...]
-    ins: tuple[TensorType, ...]
-    outs: tuple[TensorType, ...]
-
-    def rank(self, operand: int) -> int:
-        return len(self.ins[operand].shape)
-
-    def argument(self, name: str, default: Any = None) -> Any:
-        """An argument by its schema's name, positional or not."""
-        return argument(self.node, name, default)
-
-    def dims(self, name: str) -> list[int]:
-        """An argument that lists dimensions of the first operand, counted from the front."""
-        value = self.argument(name)
-        listed = [value] if isinstance(value, int) else list(value if value is not None else range(self.rank(0)))
-        return [dim % max(self.rank(0), 1) for dim in listed]
-
-
-def op_name(node: fx.Node) -> str:
-    """`aten.linear.default` for a call of an operator, the function's name for others."""
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
-
-
-def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """The value of the schema's argument `name` in a call, or its default."""
-    assert isinstance(node.target, torch._ops.OpOverload), node
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, declared.default_value if declared.has_default_value() else default)
-    return default
-
-
-def view_op(node: fx.Node, types: Mapping[str, Any]) -> Op:
-    """The operation of a call node."""
-    operands = tuple(operand for operand in _leaves((node.args, node.kwargs)) if _is_tensor(types.get(operand.name)))
-    out = types[node.name]
-    return Op(op_name(node), node, operands, tuple(types[o.name] for o in operands), (out,) if isinstance(out, TensorType) else tuple(out))
-
-
-def _leaves(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-
-
-def _is_tensor(kind: object) -> bool:
-    return isinstance(kind, TensorType) or (isinstance(kind, tuple) and bool(kind) and all(isinstance(part, TensorType) for part in kind))
-
-
-# --- texts that depend on arguments ----------------------------------------------------------------------------------
-
-
-def letters(op: Op, operand: int, *, never: Sequence[int] = (), drop: Sequence[int] = (), keep: bool = False) -> str:
-    """Letters a, b, c … for an operand's dimensions, some marked `!`, some left out or of size one."""
-    rank = op.rank(operand)
-    marked, dropped = {d % rank for d in never} if rank else set(), {d % rank for d in drop} if rank else set()
-    names = [("1" if keep else "") if d in dropped else string.ascii_letters[d] + ("!" if d in marked else "") for d in range(rank)]
-    return " ".join(filter(None, names))
-
-
-def last(names: str, count: int) -> str:
-    """The last few of some letters: what is broadcast from the right."""
-    return " ".join(names.split()[len(names.split()) - count :])
-
-
-def along(op: Op, name: str = "dim", outputs: int = 1) -> str:
-    """Works along dimensions, which stay whole; other operands are scalars."""
-    text = letters(op, 0)
-    others = ", *" * (len(op.ins) - 1)
-    return f"{letters(op, 0, never=op.dims(name))}{others} -> {', '.join([text] * outputs)}"
-
-
-def reduced(op: Op, *, never: bool = False, outputs: int = 1) -> str:
-    """Reduces dimensions: contracted, or needed whole."""
-    dims = op.dims("dim")
-    if op.argument("dim") == []:
-        dims = list(range(op.rank(0)))
-    out = letters(op, 0, drop=dims, keep=bool(op.argument("keepdim", False)))
-    return f"{letters(op, 0, never=dims if never else ())} -> {', '.join([out] * outputs)}"
-
-
-def unbound(op: Op) -> str:
-    dims = op.dims("dim")
-    return f"{letters(op, 0, never=dims)} -> {', '.join([letters(op, 0, drop=dims)] * len(op.outs))}"
-
-
-def difference(op: Op) -> str:
-    text = letters(op, 0, never=op.dims("dim"))
-    return ", ".join([text] * len(op.ins)) + f" -> {letters(op, 0)}"
-
-
-def permuted(op: Op, order: Sequence[int]) -> str:
-    names = letters(op, 0).split()
-    return f"{' '.join(names)} -> {' '.join(names[d] for d in order)}"
-
-
-def exchanged(op: Op) -> list[int]:
-    order = list(range(op.rank(0)))
-    a, b = op.dims("dim0")[0], op.dims("dim1")[0]
-    order[a], order[b] = order[b], order[a]
-    return order
-
-
-def moved(op: Op) -> str:
-    order = list(range(op.rank(0)))
-    source, target = op.dims("source")[0], op.dims("destination")[0]
-    order.insert(target, order.pop(source))
-    return permuted(op, order)
-
-
-def joined(op: Op) -> str:
-    """Concatenation: the dimension along which operands follow each other stays whole."""
-    dim = op.dims("dim")[0]
-    texts = [" ".join(f"Z{i}!" if d == dim else string.ascii_lowercase[d] for d in range(op.rank(i))) for i in range(len(op.ins))]
-    out = " ".join("Z!" if d == dim else string.ascii_lowercase[d] for d in range(op.rank(0)))
-    return f"{', '.join(texts)} -> {out}"
-
-
-def stacked(op: Op) -> str:
-    dim = op.argument("dim", 0) % (op.rank(0) + 1)
-    names = letters(op, 0).split()
-    return f"{', '.join([' '.join(names)] * len(op.ins))} -> {' '.join([*names[:dim], 'Z!', *names[dim:]])}"
-
-
-def normed(op: Op) -> str:
-    """Norms over the last dimensions, which stay whole, with weight and bias of that shape."""
-    count = len(op.argument("normalized_shape"))
-    never = range(op.rank(0) - count, op.rank(0))
-    text, names = letters(op, 0, never=never), letters(op, 0).split()
-    return ", ".join([text, *[" ".join(f"{n}!" for n in names[-count:])] * (len(op.ins) - 1)]) + f" -> {' '.join(names)}"
-
-
-def product_of_matrices(op: Op) -> str:
-    """matmul with one or more dimensions on either side."""
-    left, right = op.rank(0), op.rank(1)
-    a = "k" if left == 1 else "... m k"
-    b = "k" if right == 1 else ("k n" if right == 2 else "... k n")
-    out = " ".join(filter(None, ["..." if max(left, right) > 2 else "", "m" if left > 1 else "", "n" if right > 1 else ""]))
-    return f"{a if left > 2 or right > 2 or left == 1 else 'm k'}, {b} -> {out}"
-
-
-def einsum(op: Op) -> str:
-    equation = op.argument("equation").replace(" ", "")
-    if "..." in equation or "->" not in equation:
-        raise LayoutError("an einsum without an arrow, or with an ellipsis")
-    ins, out = equation.split("->")
-    return ", ".join(" ".join(part) for part in ins.split(",")) + " -> " + " ".join(out)
-
-
-def attention(op: Op) -> str:
-    """Scaled dot-product attention over q [..., h, q, e], k [..., h, k, e], v [..., h, k, v] and a mask of any lower rank."""
-    rank = op.rank(0)
-    batch = string.ascii_lowercase[: max(rank - 3, 0)]
-    head = ["h"] if rank > 2 else []
-    shared = ["h~"] if rank > 2 else []
-    query, key, value = [*batch, *head, "q!", "e!"], [*batch, *shared, "k!", "e!"], [*batch, *shared, "k!", "v!"]
-    texts = [query, key, value]
-    if len(op.ins) > 3:
-        texts.append([*batch, *head, "q!", "k!"][rank - op.rank(3) :])
-    return ", ".join(" ".join(text) for text in texts) + " -> " + " ".join([*batch, *head, "q", "v"])
-
-
-def repeated(op: Op) -> str:
-    """Each index of a dimension several times in a row."""
-    dim = op.dims("dim")[0]
-    names = letters(op, 0).split()
-    return f"{' '.join([*names[:dim], names[dim] + '~', *names[dim + 1 :]])} -> {' '.join(names)}"
-
-
-def indexed(op: Op) -> str:
-    """x[i, j, …]: the dimensions that are looked up stay whole; the look-ups' own dimensions are broadcast together."""
-    listed = list(op.argument("indices"))
-    looked = [d for d, index in enumerate(listed) if index is not None]
-    if op.ins[looked[0] * 0 + 1].dtype == torch.bool:
-        raise LayoutError("an index by a mask")
-    if looked != list(range(looked[0], looked[-1] + 1)):
-        raise LayoutError("an index of dimensions that are not neighbours")
-    names = letters(op, 0).split()
-    width = max(len(kind.shape) for kind in op.ins[1:])
-    places = [f"Y{n}" for n in range(width)]
-    texts = [" ".join(f"{n}!" if d in looked else n for d, n in enumerate(names))]
-    texts += [" ".join(places[width - len(kind.shape) :]) for kind in op.ins[1:]]
-    return f"{', '.join(texts)} -> {' '.join([*names[: looked[0]], *places, *names[looked[-1] + 1 :]])}"
-
-
-def index_selected(op: Op) -> str:
-    dim = op.dims("dim")[0]
-    names = letters(op, 0).split()
-    return f"{letters(op, 0, never=(dim,))}, Y -> {' '.join([*names[:dim], 'Y', *names[dim + 1 :]])}"
-
-
-def gathered(op: Op) -> str:
-    dim = op.dims("dim")[0]
-    index = " ".join("Y!" if d == dim else n for d, n in enumerate(letters(op, 0).split()))
-    if any(a != b for d, (a, b) in enumerate(zip(op.ins[0].shape, op.ins[1].shape, strict=True)) if d != dim):
-        raise LayoutError("a gather that shortens another dimension")
-    return f"{letters(op, 0, never=(dim,))}, {index} -> {index.replace('!', '')}"
-
-
-def scattered(op: Op) -> str:
-    """Writes along one dimension, at places that each line along it has of its own."""
-    dim = op.dims("dim")[0]
-    if any(kind.shape[:dim] + kind.shape[dim + 1 :] != op.ins[0].shape[:dim] + op.ins[0].shape[dim + 1 :] for kind in op.ins[1:]):
-        raise LayoutError("a scatter that shortens another dimension")
-    texts = [" ".join(f"Y{i}!" if d == dim else n for d, n in enumerate(letters(op, 0).split())) for i in range(len(op.ins))]
-    return f"{', '.join(texts)} -> {texts[0]}"
-
-
-def patched(op: Op) -> str:
-    """Another value in place of a slice along one dimension."""
-    dim, gone = op.dims("dim")[0], op.rank(1) < op.rank(0)
-    names = letters(op, 0, never=(dim,)).split()
-    patch = [("" if gone else "Z!") if d == dim else n for d, n in enumerate(names)]
-    return f"{' '.join(names)}, {' '.join(filter(None, patch))} -> {' '.join(names)}"
-
-
-def tiled(op: Op) -> str:
-    """The whole tensor several times along some dimensions, which stay whole."""
-    repeats = list(op.argument("repeats"))
-    new = len(repeats) - op.rank(0)
-    names = letters(op, 0, never=[d for d, times in enumerate(repeats[new:]) if times != 1]).split()
-    outs = [f"Z{d}!" if n.endswith("!") else n for d, n in enumerate(names)]
-    return f"{' '.join(names)} -> {' '.join([*(f'Y{d}!' for d in range(new)), *outs])}"
-
-
-def scalar(op: Op) -> str:
-    """One number from all elements."""
-    return f"{letters(op, 0, never=range(op.rank(0)))} ->"
-
-
-def batch_normed(op: Op) -> str:
-    """Statistics of each channel over everything else."""
-    names = letters(op, 0, never=[d for d in range(op.rank(0)) if d != 1])
-    return ", ".join([names, *["b"] * (len(op.ins) - 1)]) + f" -> {names}"
-
-
-def padded(op: Op) -> str:
-    count = len(op.argument("pad")) // 2
-    changed = [d for d in range(op.rank(0)) if op.ins[0].shape[d] != op.outs[0].shape[d] or d >= op.rank(0) - count]
-    return f"{letters(op, 0, never=changed)} -> {letters(op, 0, never=changed)}"
-
-
-def convolution(op: Op, spatial: int) -> str:
-    """x [b, c, …], weight [o, c / groups, …]: channels in are contracted; with as many groups as channels, each channel by itself."""
-    places = " ".join(f"{n}!" for n in "xyz"[:spatial])
-    window = " ".join(f"{n}!" for n in "uvw"[:spatial])
-    bias = ", o" if len(op.ins) > 2 else ""
-    groups = op.argument("groups", 1)
-    if groups == 1:
-        return f"b c {places}, o c {window}{bias} -> b o {places}"
-    if groups == op.ins[0].shape[1] == op.outs[0].shape[1]:
-        return f"b o {places}, o 1 {window}{bias} -> b o {places}"
-    raise LayoutError("a convolution in groups")
-
-
-def cross_entropy(op: Op) -> str:
-    if op.rank(0) != 2:
-        raise LayoutError("a cross-entropy over more than [rows, classes]")
-    weight = ", v!" * (len(op.ins) - 2)
-    return f"n! v!, n!{weight} -> {'n' if op.argument('reduction', 1) == 0 else ''}"
-
-
-def created(op: Op) -> str:
-    """A new tensor with nothing of its operand but type and device."""
-    out = " ".join(f"Y{n}!" for n in range(len(op.outs[0].shape)))
-    return ", ".join(["_"] * len(op.ins)) + f" -> {out}"
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------

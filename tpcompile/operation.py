@@ -1,0 +1,73 @@
+"""A call in a graph, as rules see it: its name, its arguments by name, its tensor operands and their types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompile.layout import TensorType
+
+
+@dataclass(frozen=True)
+class Op:
+    """A call in the graph with the types of its tensor operands, in the order of its arguments, and of its outputs."""
+
+    name: str
+    node: fx.Node
+    operands: tuple[fx.Node, ...]
+    ins: tuple[TensorType, ...]
+    outs: tuple[TensorType, ...]
+
+    def rank(self, operand: int) -> int:
+        return len(self.ins[operand].shape)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by its schema's name, positional or not."""
+        return argument(self.node, name, default)
+
+    def dims(self, name: str) -> list[int]:
+        """An argument that lists dimensions of the first operand, counted from the front."""
+        value = self.argument(name)
+        listed = [value] if isinstance(value, int) else list(value if value is not None else range(self.rank(0)))
+        return [dim % max(self.rank(0), 1) for dim in listed]
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.linear.default` for a call of an operator, the function's name for others."""
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """The value of the schema's argument `name` in a call, or its default."""
+    assert isinstance(node.target, torch._ops.OpOverload), node
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, declared.default_value if declared.has_default_value() else default)
+    return default
+
+
+def view_op(node: fx.Node, types: Mapping[str, Any]) -> Op:
+    """The operation of a call node."""
+    operands = tuple(operand for operand in _leaves((node.args, node.kwargs)) if _is_tensor(types.get(operand.name)))
+    out = types[node.name]
+    return Op(op_name(node), node, operands, tuple(types[o.name] for o in operands), (out,) if isinstance(out, TensorType) else tuple(out))
+
+
+def _leaves(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+
+
+def _is_tensor(kind: object) -> bool:
+    return isinstance(kind, TensorType) or (isinstance(kind, tuple) and bool(kind) and all(isinstance(part, TensorType) for part in kind))
