@@ -88,6 +88,11 @@ def expand_each(draft: Draft, node: fx.Node) -> None:
                 draft.replace(item, draft.call(aten.expand_as.default, operand, full, type=kinds[index], like=item))
 
 
+def _covers(node: fx.Node, draft: Draft) -> bool:
+    """Whether a value is put in the place of another as a whole."""
+    return op_name(node) == "aten.slice_scatter.default" and draft.types[argument(node, "src").name] == draft.types[node.name]
+
+
 def _shape(draft: Draft, node: fx.Node) -> tuple[Size, ...] | None:
     kind = draft.types[node.name]
     return kind.shape if isinstance(kind, TensorType) else None
@@ -95,6 +100,9 @@ def _shape(draft: Draft, node: fx.Node) -> tuple[Size, ...] | None:
 
 def drop_identities(draft: Draft, node: fx.Node) -> None:
     """Remove what leaves its input as it is: casts to the same type, whole slices, dropout that drops nothing."""
+    if _covers(node, draft):
+        draft.replace(node, argument(node, "src"))
+        return
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or draft.types.get(source.name) != draft.types.get(node.name):
         return

@@ -86,7 +86,9 @@ class _Writer:
         )
         if addend is not None:
             if places := CHANNELS.get(op_name(node), 0):
-                addend = self.graph.create_node("call_function", torch.ops.aten.view.default, (addend, [-1] + [1] * places))
+                addend = self.graph.create_node(
+                    "call_function", torch.ops.aten.view.default, (addend, [-1] + [1] * places), name=f"{name}_addend"
+                )
             made = self.add("call_function", torch.ops.aten.add.Tensor, (made, addend), {}, name, reduced, name)
         self.values[node] = made
 
@@ -271,8 +273,8 @@ def _local_dim(writer: _Writer, size: Any, dim: Dim) -> Any:
     shares = [sympy.Rational(sympy.sympify(local_size(dim, c)) / size_of(dim)) for c in range(writer.sharded.parts)]
     whole = math.lcm(*(int(share.q) for share in shares))
     held = writer.number(lambda c: int(shares[c] * whole))
-    times = writer.graph.call_function(operator.mul, (size, held))
-    return writer.graph.call_function(operator.floordiv, (times, whole))
+    times = writer.graph.create_node("call_function", operator.mul, (size, held), name="held_times")
+    return writer.graph.create_node("call_function", operator.floordiv, (times, whole), name="held_size")
 
 
 def _set(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

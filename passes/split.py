@@ -50,12 +50,13 @@ def place(local: Local, stages: int, costs: Mapping[str, int]) -> dict[fx.Node, 
         last = max(last, index) if index is not None else last
         loads[last if index is None else index] += costs.get(local.origins.get(node.name, node.name), 0)
     stage_of_layer = [stage for stage, (start, stop) in enumerate(balance(loads, stages)) for _ in range(start, stop)]
+    free = set(_free(local))
     places: dict[fx.Node, int] = {}
     anchored: set[fx.Node] = set()
     for node in local.graph.nodes:
         needed = [places[operand] for operand in node.all_input_nodes if operand in anchored]
         index = layer_of[node]
-        own = [stage_of_layer[index]] if index is not None else []
+        own = [stage_of_layer[index]] if index is not None and node not in free else []
         places[node] = max([*needed, *own], default=0)
         if needed or own:
             anchored.add(node)

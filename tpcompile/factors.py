@@ -46,7 +46,28 @@ def reshape(layout: Layout, shape: Sequence[Size]) -> Layout:
 
 
 def match_groups(ins: Sequence[Size], outs: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
-    """The shortest runs of dimensions with equal products, in order."""
+    """The shortest runs of dimensions with equal products, in order.
+
+    Where symbolic products cannot be compared, what stands between equal sizes at both ends is one run.
+    """
+    try:
+        return _matched(ins, outs)
+    except LayoutError:
+        return _between_ends(ins, outs)
+
+
+def _between_ends(ins: Sequence[Size], outs: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
+    shortest = min(len(ins), len(outs))
+    front = next((i for i in range(shortest) if ins[i] != outs[i]), shortest)
+    back = next((i for i in range(shortest - front) if ins[-1 - i] != outs[-1 - i]), shortest - front)
+    left, right = list(range(front, len(ins) - back)), list(range(front, len(outs) - back))
+    if all(isinstance(size, int) for size in (*(ins[i] for i in left), *(outs[j] for j in right))):
+        raise LayoutError(f"sizes {list(ins)} and {list(outs)} do not match")
+    ends = [([len(ins) - back + i], [len(outs) - back + i]) for i in range(back)]
+    return [*(([i], [i]) for i in range(front)), (left, right), *ends]
+
+
+def _matched(ins: Sequence[Size], outs: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(ins) or j < len(outs):
@@ -115,6 +136,8 @@ def _regroup(ins: list[Dim], shape: list[Size]) -> list[Dim]:
     for size in shape:
         taken, factors = _take(factors, size)
         dims.append((taken,))
+    if any(factor.cut for factor in factors):
+        raise LayoutError("a view regroups sizes that cannot be compared")
     return dims
 
 

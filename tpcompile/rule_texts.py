@@ -195,9 +195,17 @@ def batch_normed(op: Op) -> str:
     return ", ".join([names, *["b"] * (len(op.ins) - 1)]) + f" -> {names}"
 
 
+def windowed(op: Op) -> str:
+    """Windows along one dimension, as a new last one."""
+    names = letters(op, 0, never=op.dims("dimension")).split()
+    return f"{' '.join(names)} -> {' '.join('Y!' if n.endswith('!') else n for n in names)} Z!"
+
+
 def padded(op: Op) -> str:
-    count = len(op.argument("pad")) // 2
-    changed = [d for d in range(op.rank(0)) if op.ins[0].shape[d] != op.outs[0].shape[d] or d >= op.rank(0) - count]
+    """Longer at the ends of some dimensions, which stay whole. Amounts come in pairs, the last dimension's first."""
+    amounts = list(op.argument("pad"))
+    pairs = {op.rank(0) - 1 - place: amounts[2 * place : 2 * place + 2] for place in range(len(amounts) // 2)}
+    changed = [dim for dim, pair in pairs.items() if pair != [0, 0]]
     return f"{letters(op, 0, never=changed)} -> {letters(op, 0, never=changed)}"
 
 
@@ -211,7 +219,8 @@ def convolution(op: Op, spatial: int) -> str:
         return f"b c {places}, o c {window}{bias} -> b o {places}"
     if groups == op.ins[0].shape[1] == op.outs[0].shape[1]:
         return f"b o {places}, o 1 {window}{bias} -> b o {places}"
-    raise LayoutError("a convolution in groups")
+    bias = ", B!" if len(op.ins) > 2 else ""
+    return f"b C! {places}, O! I! {window}{bias} -> b P! {places}"
 
 
 def cross_entropy(op: Op) -> str:

@@ -59,6 +59,7 @@ from tpcompile.rule_texts import (
     stacked,
     tiled,
     unbound,
+    windowed,
 )
 
 Rule = str | Callable[[Op], str]
@@ -151,6 +152,7 @@ RULES: Mapping[str, Rule] = {
     "aten.tril.default": lambda op: f"{letters(op, 0, never=(-1, -2))} -> {letters(op, 0)}",
     "aten.triu.default": lambda op: f"{letters(op, 0, never=(-1, -2))} -> {letters(op, 0)}",
     "aten.unbind.int": lambda op: unbound(op),
+    "aten.unfold.default": lambda op: windowed(op),
     "aten.var.dim": lambda op: reduced(op, never=True),
     "aten.view_as_complex.default": lambda op: f"{letters(op, 0, never=(-1,))} -> {letters(op, 0, drop=(-1,))}",
     "aten.view_as_real.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} z!",
@@ -170,7 +172,7 @@ POINTWISE = aten_names(
     contiguous.default copy.default detach.default divide.Tensor dropout.default empty_like.default floor_divide.Scalar
     floor_divide.default full_like.default hardsigmoid.default hardswish.default hardtanh.default isfinite.default
     lift_fresh_copy.default log_sigmoid.default masked_fill.Scalar mish.default multiply.Tensor negative.default
-    ones_like.default reciprocal.default relu6.default rsub.Scalar rsub.Tensor selu.default silu.default softplus.default
+    ones_like.default polar.default reciprocal.default relu6.default rsub.Scalar rsub.Tensor selu.default silu.default softplus.default
     square.default subtract.Tensor to.device to.dtype to.dtype_layout true_divide.Tensor where.Scalar where.ScalarOther
     where.ScalarSelf zeros_like.default
     """

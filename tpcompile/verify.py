@@ -103,8 +103,10 @@ def _check_local(local: Local) -> None:
     elsewhere its gradient is whole already. A parameter of which several ranks hold one piece sums its gradient over them.
     """
     local.graph.lint()
-    flowing = _flowing(local)
+    flowing, names = _flowing(local), local.program.nodes()
     for node in local.graph.nodes:
+        if node.op == "call_function" and node.name in names and local.origins.get(node.name) != node.name:
+            raise VerifyError(f"{node.name} has the name of a value of the whole program, and is no piece of it")
         if node.op == "call_function" and op_name(node) != "getitem":
             _check_collective(local, node)
             for operand in node.all_input_nodes:
