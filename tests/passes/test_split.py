@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 from pass_models import Tiny, captured, local, stages, tiny
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpcompile.errors import InputError
 from tpcompile.ir import Stage
@@ -127,3 +127,22 @@ def test_no_layers_at_all() -> None:
     with pytest.raises(InputError) as error:
         stages(program, batch, 1, 2)
     assert str(error.value).startswith(("2 pipeline stages for 1 layer\n", "2 pipeline stages for 0 layers\n"))
+
+
+class Weighted(nn.Module):
+    """torch's attention with its weights: it merges the heads with the batch, so that sizes are computed on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+def test_sizes_computed_on_the_way_belong_to_no_layer() -> None:
+    model = Tiny(layers=2)
+    model.layers = nn.ModuleList([Weighted(), Weighted()])
+    batch = {"ids": torch.tensor([[0, 1, 4], [2, 2, 3]]), "labels": torch.tensor([[1, 4, 2], [2, 3, -100]])}
+    first, last = stages(captured(model, batch), batch, 2, 2)
+    assert len(first.sends) == 1 and "held_size" in text(first) and "held_size" in text(last)
