@@ -55,9 +55,9 @@ def permuted(op: Op, order: Sequence[int]) -> str:
     return f"{' '.join(names)} -> {' '.join(names[d] for d in order)}"
 
 
-def exchanged(op: Op) -> list[int]:
+def exchanged(op: Op, first: str = "dim0", second: str = "dim1") -> list[int]:
     order = list(range(op.rank(0)))
-    a, b = op.dims("dim0")[0], op.dims("dim1")[0]
+    a, b = op.dims(first)[0], op.dims(second)[0]
     order[a], order[b] = order[b], order[a]
     return order
 
