@@ -141,11 +141,11 @@ class _Divider:
             return node.name not in self.program.parameters and node.name != "rng_key"
         return all(self.from_inputs(operand) for operand in node.all_input_nodes)
 
-    def extracted(self, node: fx.Node) -> fx.Graph:
-        """The part of the graph that computes a value from inputs."""
+    def extracted(self, *roots: fx.Node) -> fx.Graph:
+        """The part of the graph that computes values from inputs; its output is the first of them, or all as a tuple."""
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
         needed: set[fx.Node] = set()
-        todo = [node]
+        todo = list(roots)
         while todo:
             if (value := todo.pop()) not in needed:
                 needed.add(value)
@@ -153,7 +153,7 @@ class _Divider:
         for value in self.program.graph.nodes:
             if value in needed:
                 made[value] = graph.node_copy(value, made.__getitem__)
-        graph.output(made[node])
+        graph.output(made[roots[0]] if len(roots) == 1 else tuple(made[root] for root in roots))
         return graph
 
     def label_count(self, node: fx.Node) -> fx.Graph:
@@ -164,13 +164,9 @@ class _Divider:
             raise LayoutError(f"{self.at(node)} has probabilities for labels")
         if not self.from_inputs(labels) or (weight is not None and not self.from_inputs(weight)):
             raise LayoutError(f"{self.at(node)} has labels that depend on parameters")
-        graph = self.extracted(labels)
-        weights = None
-        if weight is not None:
-            with graph.inserting_before(next(iter(graph.nodes))):
-                weights = graph.placeholder(weight.name)
+        graph = self.extracted(labels) if weight is None else self.extracted(labels, weight)
         output = graph.output_node()
-        (held,) = output.all_input_nodes
+        held, weights = (output.args[0], None) if weight is None else output.args[0]  # type: ignore[misc]
         with graph.inserting_before(output):
             counted = graph.call_function(aten.ne.Scalar, (held, ignored))
             if weights is not None:

@@ -12,7 +12,22 @@ from torch import fx
 from tpcompile.errors import InputError
 from tpcompile.factors import LayoutError, quotient
 from tpcompile.ir import Cone, Kind, Left, Plan, Program, Region
-from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Range, TensorType, canonical, fits, product, same, same_dim
+from tpcompile.layout import (
+    Cut,
+    Dim,
+    Factor,
+    Layout,
+    Open,
+    Range,
+    TensorType,
+    canonical,
+    cut_factors,
+    fits,
+    product,
+    same,
+    same_dim,
+    size_of,
+)
 from tpcompile.passes._reasons import user_line
 from tpcompile.rules import Op, bind_rule, forward, has_rule, op_name, view_op, wants_of
 
@@ -154,8 +169,10 @@ class _Chooser:
     def objection(self, union: Union) -> str:
         """Why this union is not worth cutting by itself."""
         cut = {*union.layouts, *union.rows}
-        for name in union.layouts:
+        for name, layout in union.layouts.items():
             for user in self.nodes[name].users:
+                if user.name not in cut and op_name(user) not in (*SHAPES_ONLY, "getitem") and not can_gather(layout):
+                    return f"its value {name} is also used whole, and cannot be gathered: the batch is part of the dimension that is cut"
                 outside = user.name not in cut and user.op != "output" and op_name(user) not in (*SHAPES_ONLY, "getitem")
                 if outside and union.kind != "attention" and name not in self.program.parameters:
                     return f"its value {name} is also used whole, by {user.name}{self.at(user.name)}"
@@ -251,6 +268,12 @@ class _Chooser:
 
 def _equal(a: Layout | tuple[Layout, ...], b: Layout | tuple[Layout, ...]) -> bool:
     return isinstance(a, Layout) and isinstance(b, Layout) and same(a, b)
+
+
+def can_gather(layout: Layout | tuple[Layout, ...]) -> bool:
+    """Whether a cut value can be put together again: along one dimension, of a size that is known."""
+    cut = [dim for part in (layout if isinstance(layout, tuple) else (layout,)) for dim in part.dims if cut_factors(dim)]
+    return len(cut) == 1 and isinstance(size_of(cut[0]), int)
 
 
 # --- where to cut ----------------------------------------------------------------------------------------------------
