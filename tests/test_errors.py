@@ -194,3 +194,10 @@ def test_overrides_that_fit_nothing() -> None:
         "  from here\n"
         "  fix  the regions are blocks.0.attention, blocks.0.mlp"
     )
+
+
+@pytest.mark.parametrize("mesh", [2, (2, 2, 2), {"tp": 2}])
+def test_what_is_no_mesh(mesh: object) -> None:
+    with pytest.raises(TpcompileError, match="is no mesh") as error:
+        Mesh.of(mesh)  # type: ignore[arg-type]
+    assert error.value.fix == 'write a mesh as "dp=2,pp=2,tp=2"'

@@ -91,6 +91,8 @@ class Mesh:
             return mesh
         if isinstance(mesh, DeviceMesh):
             return cls._of_device_mesh(mesh)
+        if not isinstance(mesh, str):
+            raise InputError(f"{mesh!r} is no mesh", at="mesh", source=caller(), fix='write a mesh as "dp=2,pp=2,tp=2"')
         sizes: dict[str, int] = {}
         for part in filter(None, mesh.replace(" ", "").split(",")):
             match = re.fullmatch(r"([A-Za-z_]+)=(\d+)", part)
