@@ -224,10 +224,14 @@ def convolution(op: Op, spatial: int) -> str:
 
 
 def cross_entropy(op: Op) -> str:
-    if op.rank(0) != 2:
-        raise LayoutError("a cross-entropy over more than [rows, classes]")
-    weight = ", v!" * (len(op.ins) - 2)
-    return f"n! v!, n!{weight} -> {'n' if op.argument('reduction', 1) == 0 else ''}"
+    """Scores [n, classes, …] and labels [n, …]: without a reduction one loss for each label, which rows may share out."""
+    if op.rank(0) < 2 or op.rank(1) != op.rank(0) - 1:
+        raise LayoutError("a cross-entropy of labels that are not one for each row of [rows, classes, …]")
+    names = [letter for letter in letters(op, 0).split() if letter != "b"]
+    apart = op.argument("reduction", 1) == 0
+    places = names if apart else [f"{letter}!" for letter in names]
+    weight = ", b!" * (len(op.ins) - 2)
+    return f"{' '.join([places[0], 'b!', *places[1:]])}, {' '.join(places)}{weight} -> {' '.join(names) if apart else ''}"
 
 
 def created(op: Op) -> str:

@@ -57,6 +57,10 @@ def tokens(scores: Tensor, batch: Mapping[str, Tensor], **settings: Any) -> Tens
     return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), **settings)
 
 
+def each(scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(scores.transpose(1, 2), batch["labels"], reduction="none")
+
+
 def masked(scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return ((scores - batch["target"]).square().mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
 
@@ -76,6 +80,8 @@ DIVIDED: dict[str, Loss] = {
     "mean of rows": lambda scores, batch: (scores - batch["target"]).square().mean((1, 2)).mean(),
     "masked mean": masked,
     "one label per row": lambda scores, batch: F.cross_entropy(scores.mean(1), batch["class_of"]),
+    "mean of each row": lambda scores, batch: ((each(scores, batch) * batch["mask"]).sum(1) / batch["mask"].sum(1).clamp(min=1)).mean(),
+    "focal": lambda scores, batch: ((1 - (-each(scores, batch)).exp()) ** 2 * each(scores, batch)).sum() / batch["mask"].sum(),
     "two losses": lambda scores, batch: tokens(scores, batch) + 0.3 * F.mse_loss(scores, batch["target"]),
     "a difference": lambda scores, batch: tokens(scores, batch) - masked(scores, batch) / 4,
     "times a number": lambda scores, batch: 2 * -tokens(scores, batch),
