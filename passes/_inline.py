@@ -54,6 +54,9 @@ class Flattener:
                 self._same_storage(node, new[node])
             elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in CHECKS:
                 new[node] = None
+            elif getattr(node.target, "__module__", "").startswith("torch._functorch"):
+                fix = "write this part with a batch dimension of its own"
+                refuse("forward uses torch.vmap, whose inside is no plain graph", source_of(node), fix)
             else:
                 new[node] = self.graph.node_copy(node, new.__getitem__)
                 new[node].meta["no_grad"] = not grad

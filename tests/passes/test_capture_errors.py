@@ -52,6 +52,11 @@ class Fault(Model):
         return self.a(x) + torch.ones(5)  # here
 
 
+class Vmap(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(torch.sin)(self.a(x))  # here
+
+
 class AutocastInside(Model):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -138,6 +143,7 @@ REASONS: list[tuple[type[Model], str, str]] = [
         "autocast to bfloat16 is turned on for cpu in forward: its casts cannot be captured",
         "cast with .to(dtype) where it is needed, and leave autocast out",
     ),
+    (Vmap, "forward uses torch.vmap, whose inside is no plain graph", "write this part with a batch dimension of its own"),
     (Counter, "add_ writes to buffer steps, which belongs to the model", "write it without changing a tensor in place"),
     (
         ClampWithoutGradient,
