@@ -232,10 +232,10 @@ class _Chooser:
             if wish in ("column", "row") and op_name(node) == "aten.linear.default":
                 self.cut_alone(view_op(node, self.program.types), wish)
         for pattern, wish in self.overrides.items():
-            if wish not in ("whole", "cut", "column", "row", "per micro-batch"):
+            if wish not in ("whole", "cut", "column", "row"):
                 fix = 'use "whole", "cut", "column" or "row"'
                 raise InputError(f"overrides[{pattern!r}] is {wish!r}", at="compile(overrides=…)", source=user_line(), fix=fix)
-            if pattern not in self.matched and wish != "per micro-batch":
+            if pattern not in self.matched:
                 known = ", ".join(sorted({region.name for region in self.regions})) or "none"
                 what, fix = f"overrides name no region: {pattern!r}", f"the regions are {known}"
                 raise InputError(what, at="compile(overrides=…)", source=user_line(), fix=fix)

@@ -10,8 +10,8 @@ import torch
 from cuts import cut, random_factors
 from torch import Tensor
 
-from tpcompile.factors import LayoutError, concatenate, divide, divides, join, match_groups, quotient, rename, reshape
-from tpcompile.layout import Dim, Factor, Layout, Open, format_dim, local_size, product, same, size_of, symbol, whole
+from tpcompile.factors import LayoutError, concatenate, divide, divides, join, match_groups, quotient, reshape
+from tpcompile.layout import Dim, Factor, Layout, format_dim, local_size, product, same, size_of, symbol, whole
 
 b, s = symbol("b"), symbol("s")
 
@@ -164,11 +164,6 @@ def test_two_uses_must_agree() -> None:
 def test_sizes_with_symbols_divide() -> None:
     assert divides(b, b * s) and divides(4, 8 * s) and divides(3, 12) and not divides(s, b) and not divides(0, 4)
     assert quotient(b * s, b) == s and quotient(12, 4) == 3 and quotient(8 * s, s) == 8 and isinstance(quotient(8 * s, s), int)
-
-
-def test_keys_of_open_cuts_are_renamed() -> None:
-    open_dim: Dim = ((Factor(8, Open(1)), Factor(2, Open(2, shared=True)), Factor(4)),)
-    assert rename(open_dim, {1: 7}) == ((Factor(8, Open(7)), Factor(2, Open(2, shared=True)), Factor(4)),)
 
 
 def test_a_whole_value_stays_whole() -> None:

@@ -12,14 +12,8 @@ from tpcompile.layout import Size, TensorType, product
 from tpcompile.rules import RESHAPES, bind_rule, has_rule, op_name, view_op
 
 
-def flops(program: Program, name: str) -> Size:
-    """Floating-point operations of one node, forward: 2 per multiply-add of a contraction, 1 per element otherwise, 0 for views."""
-    node, kind = program.nodes()[name], program.types.get(name)
-    return _flops(program, node, kind)
-
-
 def all_flops(program: Program) -> dict[str, Size]:
-    """`flops` of every call."""
+    """Floating-point operations of every call, forward: 2 per multiply-add of a contraction, 1 per element otherwise, 0 for views."""
     return {n.name: _flops(program, n, program.types.get(n.name)) for n in program.graph.nodes if n.op == "call_function"}
 
 

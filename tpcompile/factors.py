@@ -257,11 +257,3 @@ def join(first: Dim, second: Dim) -> Dim:
     if held_by_all(first) and held_by_all(second):
         return first if cut_factors(first) else second
     raise LayoutError("two uses of a value need it cut in different ways")
-
-
-def rename(dim: Dim, keys: dict[int, int]) -> Dim:
-    """A dimension with the keys of its open cuts replaced."""
-    return tuple(
-        tuple(Factor(f.size, Open(keys.get(f.cut.key, f.cut.key), f.cut.shared)) if isinstance(f.cut, Open) else f for f in segment)
-        for segment in dim
-    )
