@@ -11,12 +11,12 @@ from tpcompile.collectives import COLLECTIVES
 
 def forward(graph: fx.Graph) -> Counter[str]:
     """all_reduce and all_gather, by name, that a forward runs."""
-    return Counter(sent for name in _used(graph) if (sent := COLLECTIVES[name].forward))
+    return Counter(message.call for name in _used(graph) for message in COLLECTIVES[name].forward)
 
 
 def backward(graph: fx.Graph) -> Counter[str]:
     """The same for backward. What enters a region without a gradient has no `enter`."""
-    return Counter(sent for name in _used(graph) if (sent := COLLECTIVES[name].backward))
+    return Counter(message.call for name in _used(graph) for message in COLLECTIVES[name].backward)
 
 
 def _used(graph: fx.Graph) -> list[str]:

@@ -248,8 +248,8 @@ def collectives(case: Case) -> tuple[list[str], list[str]]:
     events = sorted((event for event in profile.events() if event.name.startswith("gloo:")), key=lambda event: event.time_range.start)
     ran = [event.name.removeprefix("gloo:") for event in events]
     used = [str(node.target).split(".")[1] for node in compiled.program().graph.nodes if str(node.target).startswith("tpcompile.")]
-    forward = [sent for name in used if (sent := COLLECTIVES[name].forward)]
-    backward = [sent for name in reversed(used) if (sent := COLLECTIVES[name].backward)]
+    forward = [message.call for name in used for message in COLLECTIVES[name].forward]
+    backward = [message.call for name in reversed(used) for message in COLLECTIVES[name].backward]
     agreement = "all_gather"  # before any step: whether all ranks were given the same batch
     return [agreement, *forward * compiled.mesh.pp, *backward * compiled.mesh.pp], [name for name in ran if name not in ("send", "recv")]
 

@@ -10,6 +10,8 @@ Every operator names its group by a string: the name of a torch process group, s
     shared        identity                      all-reduce of what overlaps     a parameter of which coordinates share pieces
     dropout       a mask drawn from its key     the same mask                   any dropout
 
+What each hands to the process group, and how many bytes, is a row of `COLLECTIVES` (`tpcompile.collectives.table`).
+
 `bounds` says who holds what along a dimension: a flat list of shape [coordinates, n, 2], for each coordinate n index ranges
 [start, stop) of the whole dimension, in the order in which they lie in its local piece; empty ranges fill up. Pieces may have
 unequal sizes and may overlap; together they cover the whole. Where they overlap, the lowest coordinate counts as the holder:
@@ -29,9 +31,7 @@ not an option, since functionalization refuses custom ones; nor is a bare autogr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,31 +41,11 @@ from tpcompile.collectives.groups import bind, check_bound, group_of, place, unb
 from tpcompile.collectives.heads import pick
 from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
+from tpcompile.collectives.table import COLLECTIVES, RING, Collective, Message
 from tpcompile.errors import Refused
 
-__all__ = ["COLLECTIVES", "Collective", "Range", "bind", "dropout", "enter", "gather", "held_by", "holders", "length", "local_slice"]
-__all__ += ["mix", "ops", "overlap", "pick", "place", "reduce", "shared", "spread", "take", "unbound"]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """What an operator communicates: "all_reduce", "all_gather", or "" for nothing."""
-
-    forward: str
-    backward: str
-
-
-COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
-    {
-        "dropout": Collective("", ""),
-        "enter": Collective("", "all_reduce"),
-        "gather": Collective("all_gather", ""),
-        "local_slice": Collective("", ""),
-        "reduce": Collective("all_reduce", ""),
-        "shared": Collective("", "all_reduce"),
-    }
-)
-"""Our operators by name."""
+__all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "enter", "gather", "held_by", "holders", "length"]
+__all__ += ["local_slice", "mix", "ops", "overlap", "pick", "place", "reduce", "shared", "spread", "take", "unbound"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter

@@ -7,15 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx
 
+from tpcompile.collectives import COLLECTIVES, Collective
 from tpcompile.ir import Local, Region
-
-MOVES = {
-    "enter": (None, "all-reduce"),
-    "gather": ("all-gather", None),
-    "reduce": ("all-reduce", None),
-    "shared": (None, "all-reduce"),
-}
-"""What a collective of the graph sends, forward and backward."""
 
 
 def traffic(local: Local) -> dict[str, tuple[Counter[str], Counter[str]]]:
@@ -28,8 +21,8 @@ def traffic(local: Local) -> dict[str, tuple[Counter[str], Counter[str]]]:
         near = _nearest(node, lambda n: n.all_input_nodes, local, owner) if move != "enter" else None
         region = near or _nearest(node, lambda n: n.users, local, owner)
         if region is not None:
-            for counter, sent in zip(found[region.name], MOVES[move], strict=True):
-                counter.update([sent] if sent else [])
+            for counter, sent in zip(found[region.name], (COLLECTIVES[move].forward, COLLECTIVES[move].backward), strict=True):
+                counter.update(message.call.replace("_", "-") for message in sent)
     return found
 
 
@@ -37,7 +30,7 @@ def _move(node: fx.Node) -> str | None:
     if node.op != "call_function" or getattr(node.target, "namespace", "") != "tpcompile":
         return None
     name = str(node.target).split(".")[1]
-    return name if name in MOVES else None
+    return name if name in COLLECTIVES and COLLECTIVES[name] != Collective() else None
 
 
 def _nearest(start: fx.Node, around: Callable[[fx.Node], Iterable[fx.Node]], local: Local, owner: Mapping[str, Region]) -> Region | None:

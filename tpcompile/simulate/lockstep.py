@@ -1,7 +1,8 @@
 """Run one graph for every rank of the tensor axis at once, in one process and one autograd graph.
 
 Every node holds a list of values, one per coordinate. Collectives are joint functions of all of them, with the gradients that the real
-operators have; so a missing or a doubled reduction gives the wrong numbers that it would give on as many devices.
+operators have; so a missing or a doubled reduction gives the wrong numbers that it would give on as many devices. What they move is
+noted on a `Wire`.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tpcompile.collectives import held_by, holders, overlap, spread, take
+from tpcompile.collectives import held_by, holders, spread, take
 from tpcompile.ir import PerRank
 from tpcompile.rules import op_name
+from tpcompile.simulate.wire import Line, Wire, Work, copies
 
 Values = list[Any]
 """A value on every coordinate of the tensor axis."""
 
 
-def run(graph: fx.Graph, feed: Mapping[str, Values], parts: int, *, dropout: bool = False) -> dict[str, Values]:
+def run(
+    graph: fx.Graph, feed: Mapping[str, Values], parts: int, *, dropout: bool = False, wire: Wire | None = None, stage: int = 0
+) -> dict[str, Values]:
     """Every node's values, by name; the graph's output stands under "output". `feed` gives the placeholders'.
 
-    Without `dropout` nothing is dropped.
+    Without `dropout` nothing is dropped. What collectives move is noted on `wire`, as of `stage`.
     """
+    wire = wire or Wire()
     values: dict[fx.Node, Values] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -33,7 +38,7 @@ def run(graph: fx.Graph, feed: Mapping[str, Values], parts: int, *, dropout: boo
             values[node] = [_local(node.args[0], values, coordinate) for coordinate in range(parts)]
         elif (joint := JOINT.get(op_name(node))) is not None:
             (source,) = node.all_input_nodes
-            values[node] = list(joint(values[source], *node.args[2:]))
+            values[node] = list(joint(wire.line(stage, source.name), values[source], *node.args[2:]))
         elif op_name(node) in DROPS and not dropout:
             values[node] = values[node.all_input_nodes[0]]
         else:
@@ -71,9 +76,7 @@ class _Joint(torch.autograd.Function):
     """A function of the values on all coordinates, with a given gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, work: Callable[..., Sequence[Tensor]], back: Callable[..., Sequence[Tensor]], *values: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, work: Work, back: Work, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.back = back
         return tuple(work(*values))
 
@@ -82,33 +85,20 @@ class _Joint(torch.autograd.Function):
         return None, None, *ctx.back(*grads)
 
 
-def _joint(work: Callable[..., Sequence[Tensor]], back: Callable[..., Sequence[Tensor]], values: Values) -> Sequence[Tensor]:
+def _joint(work: Work, back: Work, values: Values) -> Sequence[Tensor]:
     return _Joint.apply(work, back, *values)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _copies(*values: Tensor) -> list[Tensor]:
-    return [value.clone() for value in values]
+def _enter(line: Line, values: Values) -> Sequence[Tensor]:
+    return _joint(copies, line.sums("backward"), values)
 
 
-def _sums(*values: Tensor) -> list[Tensor]:
-    total = torch.stack(values).sum(0)
-    return [total.clone() for _ in values]
+def _reduce(line: Line, values: Values) -> Sequence[Tensor]:
+    return _joint(line.sums("forward"), copies, values)
 
 
-def _enter(values: Values) -> Sequence[Tensor]:
-    return _joint(_copies, _sums, values)
-
-
-def _reduce(values: Values) -> Sequence[Tensor]:
-    return _joint(_sums, _copies, values)
-
-
-def _gather(values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
+def _gather(line: Line, values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
     parts = len(values)
-
-    def work(*pieces: Tensor) -> list[Tensor]:
-        whole = torch.cat([pieces[holder].narrow(dim, at, stop - start) for start, stop, holder, at in holders(bounds, parts)], dim)
-        return [whole.clone() for _ in pieces]
 
     def back(*grads: Tensor) -> list[Tensor]:
         made = []
@@ -117,23 +107,20 @@ def _gather(values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]
             made.append(take(spread(take(grad, dim, mine), dim, mine, grad.shape[dim]), dim, held_by(bounds, coordinate, parts)))
         return made
 
-    return _joint(work, back, values)
+    return _joint(line.whole("forward", dim, bounds), back, values)
 
 
-def _local_slice(values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
+def _local_slice(line: Line, values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
     return [take(value, dim, held_by(bounds, coordinate, len(values))).contiguous() for coordinate, value in enumerate(values)]
 
 
-def _shared(values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
-    parts, whole = len(values), max(bounds)
+def _shared(line: Line, values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
+    return _joint(copies, line.sums_of_common("backward", dim, bounds), values)
 
-    def back(*grads: Tensor) -> list[Tensor]:
-        if not overlap(bounds, parts):
-            return list(grads)
-        total = torch.stack([spread(grad, dim, held_by(bounds, c, parts), whole) for c, grad in enumerate(grads)]).sum(0)
-        return [take(total, dim, held_by(bounds, c, parts)) for c in range(parts)]
 
-    return _joint(_copies, back, values)
+def send(line: Line, values: Values) -> Values:
+    """A value as the next stage gets it; its gradient comes back the same way."""
+    return list(_joint(line.sent("forward"), line.sent("backward"), values))
 
 
 DROPS = ("aten.alpha_dropout.default", "aten.dropout.default", "aten.feature_dropout.default", "tpcompile.dropout.default")

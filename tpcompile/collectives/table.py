@@ -1,0 +1,100 @@
+"""What every operator hands to the process group: which call, and how many elements one rank gives to it.
+
+The bytes of a message are its payload: the size of the tensor that one rank gives to the call. It is the same number on every rank
+of the group, since pieces of unequal sizes are padded to the longest. What a rank then sends depends on the algorithm; `RING` has the
+ring's, in which t ranks hand pieces round in a circle:
+
+    all_reduce       2 (t - 1) / t payloads      a reduce-scatter, then an all-gather
+    all_gather       t - 1 payloads              everybody's piece but one goes through every rank
+    reduce_scatter   (t - 1) / t payloads        a rank gives the whole value, and sends all of it but its own piece
+    broadcast        1 payload                   every rank but the last hands it on
+    send             1 payload
+
+Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009), sections 2 and 3.
+
+A new operator is a row of `COLLECTIVES`; the bytes that `explain` prints, that the checker counts and that the process group is asked
+for are compared in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import sympy
+
+from tpcompile.collectives.pieces import held_by, length, overlap
+from tpcompile.layout import Size, product, symbol
+
+RANKS = symbol("tp")
+"""The number of ranks on the axis, in formulas."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an operator is given: the shape of the whole value, and for those that cut or join it a dimension and who holds what of it."""
+
+    shape: tuple[Size, ...]
+    dim: int
+    bounds: tuple[int, ...]  # flat, as collectives take them; () for an operator that works on whole values
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call of the process group. `elements` is how many a rank gives to it: an expression in the value's sizes and `RANKS`."""
+
+    call: str  # a key of RING
+    elements: Callable[[Given], Size]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The calls that an operator makes, in order: in forward, and in the backward of its gradient."""
+
+    forward: tuple[Message, ...] = ()
+    backward: tuple[Message, ...] = ()
+
+
+def everything(given: Given) -> Size:
+    """The whole value."""
+    return product(given.shape)
+
+
+def longest(given: Given) -> Size:
+    """A piece, as long as the longest of any rank: an equal share of the whole where all are equal."""
+    rest = product((*given.shape[: given.dim], *given.shape[given.dim + 1 :]))
+    held = max(length(held_by(given.bounds, coordinate, given.ranks)) for coordinate in range(given.ranks))
+    whole: Size = max(given.bounds)
+    return rest * (whole / RANKS if held * given.ranks == whole else held)
+
+
+def common(given: Given) -> Size:
+    """What more than one rank holds."""
+    rest = product((*given.shape[: given.dim], *given.shape[given.dim + 1 :]))
+    return rest * length(overlap(given.bounds, given.ranks))
+
+
+COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
+    {
+        "dropout": Collective(),
+        "enter": Collective(backward=(Message("all_reduce", everything),)),
+        "gather": Collective(forward=(Message("all_gather", longest),)),
+        "local_slice": Collective(),
+        "reduce": Collective(forward=(Message("all_reduce", everything),)),
+        "shared": Collective(backward=(Message("all_reduce", common),)),
+    }
+)
+"""Our operators by name."""
+
+RING: Mapping[str, Callable[[Size], Size]] = MappingProxyType(
+    {
+        "all_gather": lambda ranks: ranks - 1,
+        "all_reduce": lambda ranks: 2 * sympy.Integer(1) * (ranks - 1) / ranks,
+        "broadcast": lambda ranks: 1,
+        "reduce_scatter": lambda ranks: sympy.Integer(1) * (ranks - 1) / ranks,
+        "send": lambda ranks: 1,
+    }
+)
+"""How many payloads a rank sends in a ring of so many ranks."""

@@ -1,0 +1,118 @@
+"""What the ranks of a lockstep run hand to each other, noted where it moves.
+
+Nothing here knows the table of collectives or the program's formulas: the bytes are those of the tensors that are moved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tpcompile.collectives import held_by, holders, overlap, spread, take
+
+Work = Callable[..., Sequence[Tensor]]
+"""A function of a value on all ranks."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One call of a process group: what one rank gave to it."""
+
+    stage: int
+    axis: str
+    direction: str  # "forward" or "backward"; "step" for what is done once for all micro-batches
+    call: str
+    value: str
+    bytes: int
+
+
+@dataclass
+class Wire:
+    """All calls so far, in their order. `rank` is the tensor coordinate whose bytes are noted."""
+
+    rank: int = 0
+    moved: list[Moved] = field(default_factory=list)
+
+    def note(self, stage: int, axis: str, direction: str, call: str, value: str, *tensors: Tensor) -> None:
+        if total := sum(tensor.numel() * tensor.element_size() for tensor in tensors):
+            self.moved.append(Moved(stage, axis, direction, call, value, total))
+
+    def line(self, stage: int, value: str, axis: str = "tp") -> Line:
+        return Line(self, stage, axis, value)
+
+    def totals(self) -> Counter[tuple[int, str, str, str]]:
+        """How many calls: by stage, axis, direction and call."""
+        return Counter((m.stage, m.axis, m.direction, m.call) for m in self.moved)
+
+    def bytes(self) -> Counter[tuple[int, str, str, str]]:
+        """How many bytes a rank gave to them."""
+        found = Counter[tuple[int, str, str, str]]()
+        for m in self.moved:
+            found[m.stage, m.axis, m.direction, m.call] += m.bytes
+        return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one operator can do over its axis: functions of its value on all ranks. They are called in forward, or in backward."""
+
+    wire: Wire
+    stage: int
+    axis: str
+    value: str
+
+    def note(self, direction: str, call: str, tensor: Tensor) -> None:
+        self.wire.note(self.stage, self.axis, direction, call, self.value, tensor)
+
+    def sums(self, direction: str) -> Work:
+        """Every rank gets the sum."""
+
+        def work(*values: Tensor) -> list[Tensor]:
+            self.note(direction, "all_reduce", values[self.wire.rank])
+            total = torch.stack(values).sum(0)
+            return [total.clone() for _ in values]
+
+        return work
+
+    def sums_of_common(self, direction: str, dim: int, bounds: Sequence[int]) -> Work:
+        """Every rank gets the sum of what several hold, in its own piece."""
+
+        def work(*pieces: Tensor) -> list[Tensor]:
+            ranks, whole = len(pieces), max(bounds)
+            if not (several := overlap(bounds, ranks)):
+                return list(pieces)
+            full = [spread(piece, dim, held_by(bounds, c, ranks), whole) for c, piece in enumerate(pieces)]
+            self.note(direction, "all_reduce", take(full[self.wire.rank], dim, several))
+            total = torch.stack(full).sum(0)
+            return [take(total, dim, held_by(bounds, c, ranks)) for c in range(ranks)]
+
+        return work
+
+    def whole(self, direction: str, dim: int, bounds: Sequence[int]) -> Work:
+        """Every rank gets the whole value; pieces travel as long as the longest."""
+
+        def work(*pieces: Tensor) -> list[Tensor]:
+            self.note(direction, "all_gather", max(pieces, key=Tensor.numel))
+            runs = holders(bounds, len(pieces))
+            whole = torch.cat([pieces[holder].narrow(dim, at, stop - start) for start, stop, holder, at in runs], dim)
+            return [whole.clone() for _ in pieces]
+
+        return work
+
+    def sent(self, direction: str) -> Work:
+        """Every rank sends its value to its neighbour along the axis."""
+
+        def work(*values: Tensor) -> list[Tensor]:
+            self.note(direction, "send", values[self.wire.rank])
+            return copies(*values)
+
+        return work
+
+
+def copies(*values: Tensor) -> list[Tensor]:
+    """Nothing moves."""
+    return [value.clone() for value in values]
