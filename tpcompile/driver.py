@@ -10,13 +10,17 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+from sympy import Symbol
 from torch import Tensor, nn
 
+from tpcompile import timeline
 from tpcompile.cost import all_flops, evaluate
 from tpcompile.errors import Refused
 from tpcompile.ir import Local, Plan, Program, Sharded, Stage
 from tpcompile.layout import Layout, TensorType, bounds, cut_factors
 from tpcompile.mesh import Mesh
+from tpcompile.messages import stage_messages
+from tpcompile.passes._parts import arrange
 from tpcompile.passes.capture import capture
 from tpcompile.passes.detect import detect
 from tpcompile.passes.divide_loss import divide_loss
@@ -84,6 +88,8 @@ class Compilation:
     sharded: Sharded
     local: Local
     stages: tuple[Stage, ...]
+    step: timeline.Step
+    sizes: Mapping[Symbol, int]  # of the example's micro-batch
     history: Mapping[str, Step]
 
     def rank_program(self, model: nn.Module, rank: int, device: torch.device | str = "cpu") -> RankProgram:
@@ -125,7 +131,17 @@ def lower_captured(
     rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
     local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten)))
     stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch))))
-    return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, MappingProxyType(log.steps))
+    step = _step(local, stages, mesh, options)
+    sizes, history = sizes_of(program, batch), MappingProxyType(log.steps)
+    return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, step, sizes, history)
+
+
+def _step(local: Local, stages: tuple[Stage, ...], mesh: Mesh, options: Options) -> timeline.Step:
+    """What the ranks of every stage say to each other in a step, in the order in which the emitted modules run."""
+    paths = {name: source.path for name, source in local.program.sources.items()}
+    orders = [[node.name for part in arrange(stage, paths, local.program.layers) for node in part.nodes] for stage in stages]
+    messages = tuple(stage_messages(local, stage, order) for stage, order in zip(stages, orders, strict=True))
+    return timeline.Step(mesh, options.schedule, options.microbatches, local, stages, messages)
 
 
 def _refuse_random(program: Program, mesh: Mesh) -> None:
@@ -165,14 +181,20 @@ def _rows(program: Program, name: str) -> object:
     return kind.shape[dim] if isinstance(kind, TensorType) and dim is not None else None
 
 
-def costs(program: Program, batch: Mapping[str, Any]) -> dict[str, int]:
-    """Forward FLOPs of every node at this batch's sizes."""
-    sizes: dict[Any, int] = {}
+def sizes_of(program: Program, batch: Mapping[str, Any]) -> dict[Symbol, int]:
+    """The values of a program's symbols in a batch."""
+    sizes: dict[Symbol, int] = {}
     for symbol, (placeholder, dim) in program.symbols.items():
         value: Any = batch
         for part in program.inputs[placeholder].path.split("."):
             value = value[int(part)] if isinstance(value, (tuple, list)) else value[part]
         sizes[symbol] = int(value.shape[dim])
+    return sizes
+
+
+def costs(program: Program, batch: Mapping[str, Any]) -> dict[str, int]:
+    """Forward FLOPs of every node at this batch's sizes."""
+    sizes = sizes_of(program, batch)
     return {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
 
 

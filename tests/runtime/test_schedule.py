@@ -8,8 +8,8 @@ import runtime_workers as workers
 import torch
 from runtime_workers import Case
 
+from tpcompile import schedules
 from tpcompile.errors import InputError
-from tpcompile.runtime import schedule
 from tpcompile.runtime.launch import launch
 from tpcompile.runtime.schedule import check_schedule
 
@@ -75,10 +75,13 @@ def test_a_loss_of_the_users_own() -> None:
 
 @pytest.mark.processes
 def test_the_drawing_of_the_schedules() -> None:
-    """The one in the docstring of tpcompile.runtime.schedule."""
-    drawn = [line.split()[2:] for line in (schedule.__doc__ or "").split("\n") if line.strip().startswith("stage")]
+    """The one in the docstring of tpcompile.schedules, and the tables there."""
+    drawn = [line.split()[2:] for line in (schedules.__doc__ or "").split("\n") if line.strip().startswith("stage")]
     ran = [launch(workers.order, "pp=2", Case("pp=2", name, microbatches=4)) for name in ("1f1b", "gpipe")]
     assert [" ".join(line) for line in drawn] == [f"{ran[0][stage]} {ran[1][stage]}" for stage in range(2)]
+    for stage, line in enumerate(drawn):
+        tables = [run for name in ("1f1b", "gpipe") for run in schedules.actions(name, stage, 2, 4) if isinstance(run, schedules.Run)]
+        assert [f"{run.direction[0].upper()}{run.microbatch}" for run in tables] == line
 
 
 @pytest.mark.processes

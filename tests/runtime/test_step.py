@@ -16,8 +16,8 @@ from tpcompile.runtime import outputs, step
 from tpcompile.runtime.data_parallel import check_gradients, reached
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.schedule import sizes_of
-from tpcompile.runtime.shared import shared_weights
 from tpcompile.runtime.stage import StageRoot
+from tpcompile.timeline import shared_weights
 
 ALONE = Groups(Mesh(), 0, torch.device("cpu"), None)
 

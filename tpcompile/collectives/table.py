@@ -51,10 +51,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Collective:
-    """The calls that an operator makes, in order: in forward, and in the backward of its gradient."""
+    """The calls that an operator makes, in order: in forward, and in the backward of its gradient, if it has one."""
 
     forward: tuple[Message, ...] = ()
     backward: tuple[Message, ...] = ()
+    differentiable: bool = True
 
 
 def everything(given: Given) -> Size:

@@ -18,8 +18,9 @@ from tpcompile.runtime.data_parallel import Engine as DataParallel
 from tpcompile.runtime.data_parallel import check_gradients, distribute, gradients_aside, reached, replicate_stage, settle
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
-from tpcompile.runtime.shared import SharedWeights, shared_weights
+from tpcompile.runtime.shared import SharedWeights
 from tpcompile.runtime.stage import StageRoot
+from tpcompile.timeline import shared_weights
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tpcompile.errors import InputError, TpcompileError, caller
 from tpcompile.mesh import Mesh
+from tpcompile.runtime import recorded
 
 
 class ProcessError(TpcompileError):
@@ -34,11 +35,12 @@ class ProcessError(TpcompileError):
         super().__init__(f"rank {rank} failed: {reason}\n\n{trace}".rstrip())
 
 
-def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, device: str = "cpu") -> list[Any]:
+def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, device: str = "cpu", backend: str = "") -> list[Any]:
     """Run `fn(*args)` in one local process per rank of the mesh, and return what each rank returned.
 
     `fn` is a function at the top of a module that the processes can import; its results must be picklable. The default process group
-    is there when it runs: gloo on "cpu", NCCL on "cuda" with one GPU per process. Raises ProcessError when a process fails.
+    is there when it runs: gloo on "cpu", NCCL on "cuda" with one GPU per process; with `backend="recorded"`, on "cpu", one that notes
+    every call (`tpcompile.runtime.recorded`). Raises ProcessError when a process fails.
     """
     ranks = Mesh.of(mesh).size
     if device == "cuda" and torch.cuda.device_count() < ranks:
@@ -66,7 +68,7 @@ def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, de
         )
         try:
             with _quiet(logging.getLogger("torch.distributed.elastic.multiprocessing.api")):
-                results = elastic_launch(config, _worker)(call, device, logs)
+                results = elastic_launch(config, _worker)(call, device, backend, logs)
         except ChildFailedError as error:
             raise _cause(error, Path(logs)) from None
     return [pickle.loads(results[rank]) for rank in range(ranks)]
@@ -103,16 +105,18 @@ def _preload(fn: Callable[..., Any]) -> None:
     multiprocessing.set_forkserver_preload(modules)
 
 
-def _worker(call: bytes, device: str, logs: str) -> bytes:
+def _worker(call: bytes, device: str, backend: str, logs: str) -> bytes:
     """What every process runs: a process group around the user's function."""
     local = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
+        dist.init_process_group(backend or "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
     else:
         os.environ["OMP_NUM_THREADS"] = "1"  # torch is loaded already; other libraries may not be
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+        if backend == recorded.BACKEND:
+            recorded.register()
+        dist.init_process_group(backend or "gloo")
     try:
         fn, args = pickle.loads(call)
         result = pickle.dumps(fn(*args))

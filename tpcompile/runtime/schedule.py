@@ -1,8 +1,6 @@
 """Pipeline schedules: torch.distributed.pipelining's, with what the compiler knows of every stage's shapes.
 
-    1f1b, pp=2, 4 micro-batches            gpipe
-    stage 0   F0 F1 B0 F2 B1 F3 B2 B3      F0 F1 F2 F3          B0 B1 B2 B3
-    stage 1      F0 B0 F1 B1 F2 B2 F3 B3      F0 F1 F2 F3 B0 B1 B2 B3
+`tpcompile.schedules` draws them.
 """
 
 from __future__ import annotations

@@ -7,25 +7,14 @@ what an earlier step has summed must not be summed again.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from tpcompile.ir import Stage
 from tpcompile.runtime.data_parallel import local
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.stage import StageRoot
-
-
-def shared_weights(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """Qualified parameter names that stand on more than one stage, with those stages."""
-    holders: dict[str, list[int]] = defaultdict(list)
-    for stage in stages:
-        for name in sorted(set(stage.parameters.values())):
-            holders[name].append(stage.index)
-    return {name: tuple(held) for name, held in sorted(holders.items()) if len(held) > 1}
 
 
 class SharedWeights:

@@ -45,10 +45,10 @@ def counts(program: Program, model: nn.Module, tensors: Mapping[str, Tensor], mi
             for index in range(microbatches):
                 rows = part(tensors, dims, index, microbatches)
                 parts.append(run.run(*(_value(name, program, model, rows, groups) for name in names)))
-            total = torch.stack([torch.as_tensor(n, device=groups.device) for n in parts]).sum(0)
+            total = torch.stack([torch.as_tensor(n, device=groups.device) for n in parts]).double().sum(0)
         if (group := groups.group("dp")) is not None:
             dist.all_reduce(total, group=group)
-        found[count.name] = (total.double() / groups.mesh.dp).to(_dtype(program, count.name))
+        found[count.name] = (total / groups.mesh.dp).to(_dtype(program, count.name))
     return found
 
 

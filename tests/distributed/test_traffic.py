@@ -1,0 +1,47 @@
+"""Every call that a real step makes of its process groups is in the timeline: which, over which ranks, how many bytes, in which order.
+
+The record is kept by the process group itself; it sees autograd's, the pipeline's and the data-parallel engines' calls as well as ours.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import traffic_workers as workers
+from traffic_workers import Case, Traffic
+
+import tpcompile
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+LAUNCHES: dict[str, tuple[Case, ...]] = {
+    "tp=2": (Case("llama", "tp=2"), Case("llama4on1", "tp=2", microbatches=2), Case("neox", "tp=2"), Case("encoder", "tp=2")),
+    "tp=3": (Case("gpt", "tp=3"), Case("llama14on2", "tp=3")),
+    "pp=2": (Case("gpt2", "pp=2", "gpipe", 4), Case("gpt2", "pp=2", microbatches=4), Case("bert", "pp=2")),
+    "dp=2": (Case("llama", "dp=2"), Case("bert", "dp=2", microbatches=2)),
+    "dp=2,pp=2,tp=2": (Case("gpt2", "dp=2,pp=2,tp=2"), Case("llama", "dp=2,pp=2,tp=2", "gpipe")),
+}
+
+
+@cache
+def results(mesh: str) -> list[list[Traffic]]:
+    """Of every case, what each rank found."""
+    ranks = tpcompile.launch(workers.steps, mesh, LAUNCHES[mesh], backend="recorded")
+    return [[rank[job] for rank in ranks] for job in range(len(LAUNCHES[mesh]))]
+
+
+CASES = [pytest.param(mesh, job, id=str(case)) for mesh, cases in LAUNCHES.items() for job, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("mesh", "job"), CASES)
+def test_a_step_makes_the_calls_of_its_timeline(mesh: str, job: int) -> None:
+    for traffic in results(mesh)[job]:
+        assert traffic.ran and order(traffic.ran) == order(traffic.expected), f"rank {traffic.rank}"
+        if "dp" not in mesh or "pp" in mesh:  # without a pipeline, the gradients' reduction overlaps backward
+            assert traffic.ran == traffic.expected, f"rank {traffic.rank}"
+
+
+def order(calls: list[workers.Call]) -> dict[tuple[int, ...], list[workers.Call]]:
+    """The calls of each group, in order."""
+    return {ranks: [call for call in calls if call.ranks == ranks] for ranks in {call.ranks for call in calls}}

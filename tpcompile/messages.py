@@ -1,0 +1,112 @@
+"""What a stage's operators hand to the process group in one micro-batch, forward and backward, in order: by its graph alone.
+
+One list serves all ranks of the stage. Sizes are expressions in the sizes of a micro-batch (b, s, …) and in the number of tensor
+ranks (tp). Backward runs in the reverse order of forward: autograd always takes the youngest operation whose gradient is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from tpcompile.collectives import COLLECTIVES, Collective
+from tpcompile.collectives.table import Given, Message
+from tpcompile.gradients import asked_for, trained, with_gradient
+from tpcompile.ir import Local, Stage
+from tpcompile.layout import Layout, Size, TensorType, size_of
+from tpcompile.operation import argument, op_name
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One call of a process group. Every rank of the group gives a tensor of this type and number of elements to it."""
+
+    axis: str  # "tp", "dp", "pp"; "all" for all processes
+    direction: str  # "forward" or "backward"; "step" for what is done once for all micro-batches
+    call: str  # as in collectives.RING, or "recv"
+    value: str  # the value that is sent, or what the call is for
+    dtype: torch.dtype
+    elements: Size
+    stages: tuple[int, ...] = ()  # over pp: the stage on the other end, or all that take part
+    microbatch: int | None = None
+
+    @property
+    def bytes(self) -> Size:
+        return self.dtype.itemsize * self.elements
+
+
+@dataclass(frozen=True)
+class StageMessages:
+    """The calls of one micro-batch on a stage."""
+
+    forward: tuple[Sent, ...]
+    backward: tuple[Sent, ...]
+
+
+def collective_of(node: fx.Node) -> Collective | None:
+    """What a node hands to the process group; None for what is no operator of ours."""
+    name = op_name(node)
+    return COLLECTIVES.get(name.split(".")[1]) if name.startswith("tpcompile.") else None
+
+
+def stage_messages(local: Local, stage: Stage, order: Iterable[str]) -> StageMessages:
+    """The calls of a stage whose nodes run in this order. The last stage's backward begins at the loss, others' at what they send."""
+    nodes = {node.name: node for node in stage.graph.nodes}
+    running = [node for name in order if (node := nodes[name]).op == "call_function"]
+    having = has_gradient(local, stage)
+    asked = asked_for(stage.graph, roots(local, stage), having)
+    types = dtypes(local, stage.graph)
+    forward, backward = list[Sent](), list[Sent]()
+    for node in running:
+        if (own := collective_of(node)) is not None:
+            forward += _sent(local, node, types, "forward", own.forward)
+    for node in reversed(running):
+        if (own := collective_of(node)) is not None and node.name in asked:
+            backward += _sent(local, node, types, "backward", own.backward)
+    return StageMessages(tuple(forward), tuple(backward))
+
+
+def has_gradient(local: Local, stage: Stage) -> frozenset[str]:
+    """The stage's values that depend on what is trained, here or on the stages before."""
+    leaves = {*trained(local.program), *(boundary.name for boundary in stage.receives if boundary.requires_grad)}
+    types = {node.name: kind for node in stage.graph.nodes if (kind := local.program.types.get(local.origins.get(node.name, node.name)))}
+    return with_gradient(stage.graph, leaves & {node.name for node in stage.graph.find_nodes(op="placeholder")}, types)
+
+
+def roots(local: Local, stage: Stage) -> list[str]:
+    """Where the stage's backward begins: at the gradients of what it sends; at the loss; without a loss, at all outputs."""
+    returned = [node.name for node in stage.graph.output_node().all_input_nodes]
+    if stage.sends:
+        return [boundary.name for boundary in stage.sends if boundary.requires_grad]
+    return [name for name in returned if local.program.loss in (None, local.origins.get(name, name))]
+
+
+def dtypes(local: Local, graph: fx.Graph) -> dict[str, torch.dtype]:
+    """The element type of every tensor; of one that stands for no value of the program, what its operands' make."""
+    found: dict[str, torch.dtype] = {}
+    for node in graph.nodes:
+        kind = local.program.types.get(local.origins.get(node.name, node.name))
+        if isinstance(kind, TensorType):
+            found[node.name] = kind.dtype
+        elif made := [found[operand.name] for operand in node.all_input_nodes if operand.name in found]:
+            found[node.name] = made[0]
+            for dtype in made[1:]:
+                found[node.name] = torch.promote_types(found[node.name], dtype)
+    return found
+
+
+def _sent(local: Local, node: fx.Node, types: Mapping[str, torch.dtype], direction: str, messages: Sequence[Message]) -> Iterable[Sent]:
+    """A node's calls; those that would send nothing are not made."""
+    if not messages:
+        return
+    operand = node.all_input_nodes[0]
+    layout = local.layouts[operand.name]
+    assert isinstance(layout, Layout)
+    dim, bounds = argument(node, "dim", 0), tuple(argument(node, "bounds", ()))
+    given = Given(tuple(size_of(places) for places in layout.dims), dim % max(len(layout.dims), 1), bounds, local.parts)
+    for message in messages:
+        if (elements := message.elements(given)) != 0:
+            yield Sent(argument(node, "axis"), direction, message.call, node.name, types[operand.name], elements)

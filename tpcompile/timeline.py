@@ -1,0 +1,148 @@
+"""Everything that the ranks of a stage hand to the process group in one step of training, in order: the plan of a step.
+
+    before     all ranks agree on the batch; every loss count is summed over dp
+    schedule   forward and backward of every micro-batch, and what passes between stages
+    after      gradients over dp, then those of weights that several stages hold, over pp; the loss over dp and to all stages
+
+Without a pipeline the gradients' reduction overlaps the last backward: it has its own group, so only the order within it is said here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+
+from tpcompile.gradients import asked_for, trained, with_gradient
+from tpcompile.ir import Boundary, Local, Program, Stage
+from tpcompile.layout import Layout, Size, TensorType, local_size, product
+from tpcompile.mesh import Mesh
+from tpcompile.messages import Sent, StageMessages
+from tpcompile.schedules import Post, Run, Transfer, Wait, actions
+
+AGREEMENT = 3
+"""Whole numbers that a rank shows to all others before a step."""
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
+"""Bytes of gradients that torch's DistributedDataParallel reduces at once: its defaults, the first for the bucket that is ready first."""
+
+
+@dataclass(frozen=True)
+class Posted:
+    """Sends and receives that begin together; with `wait` the stage stands still until they are done."""
+
+    transfers: tuple[Sent, ...]
+    wait: bool
+
+
+Event = Sent | Posted | Wait
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of training: how the batch is divided, and what each stage says in one micro-batch."""
+
+    mesh: Mesh
+    schedule: str
+    microbatches: int
+    local: Local
+    stages: tuple[Stage, ...]
+    messages: tuple[StageMessages, ...]
+
+    def timeline(self, stage: int, tp: int = 0) -> tuple[Event, ...]:
+        """What a rank of a stage does, in order. `tp` is its tensor coordinate: its gradients have the sizes of its own pieces."""
+        return tuple(self._events(stage, tp))
+
+    def _events(self, index: int, tp: int) -> Iterator[Event]:
+        mesh, stage = self.mesh, self.stages[index]
+        if mesh.size > 1:
+            yield Sent("all", "step", "all_gather", "batch", torch.int64, AGREEMENT)
+        for count in self.local.program.counts if mesh.dp > 1 else ():
+            if count.graph is not None:
+                yield Sent("dp", "step", "all_reduce", count.name, torch.float64, 1)
+        for action in actions(self.schedule, index, len(self.stages), self.microbatches):
+            match action:
+                case Run(direction, microbatch):
+                    sent = self.messages[index].forward if direction == "forward" else self.messages[index].backward
+                    yield from (replace(message, microbatch=microbatch) for message in sent)
+                case Post(transfers, wait):
+                    if found := tuple(sent for transfer in transfers for sent in _transferred(stage, transfer)):
+                        yield Posted(found, wait)
+                case Wait():
+                    yield action
+        yield from self._gradients(stage, tp)
+        yield from self._loss(index)
+
+    def _gradients(self, stage: Stage, tp: int) -> Iterator[Sent]:
+        program, layouts = self.local.program, self.local.layouts
+        sizes = {name: _elements(program, layouts.get(place), place, tp) for place, name in reduced(program, stage).items()}
+        if self.mesh.dp > 1:
+            yield from (_whole_stage if self.mesh.pp > 1 else _buckets)(sizes)
+        for name, held in shared_weights(self.stages).items():
+            if stage.index in held and name in sizes:
+                dtype, elements = sizes[name]
+                yield Sent("pp", "backward", "all_reduce", name, dtype, elements, held)
+
+    def _loss(self, stage: int) -> Iterator[Sent]:
+        """The loss, in float64: over replicas on the last stage, then from there to all."""
+        last = len(self.stages) - 1
+        if self.mesh.dp > 1 and stage == last:
+            yield Sent("dp", "step", "all_reduce", "loss", torch.float64, 1)
+        if self.mesh.pp > 1:
+            yield Sent("pp", "step", "broadcast", "loss", torch.float64, 1, tuple(range(len(self.stages))))
+
+
+def _transferred(stage: Stage, transfer: Transfer) -> Iterator[Sent]:
+    """What a transfer carries: the values of a boundary; on the way back, the gradients of those that have one."""
+    outward = (transfer.call == "send") == (transfer.direction == "forward")
+    boundaries: tuple[Boundary, ...] = stage.sends if outward else stage.receives
+    for boundary in boundaries:
+        if transfer.direction == "forward" or boundary.requires_grad:
+            kind = boundary.type
+            elements, ends = product(kind.shape), (transfer.peer,)
+            yield Sent("pp", transfer.direction, transfer.call, boundary.name, kind.dtype, elements, ends, transfer.microbatch)
+
+
+def reduced(program: Program, stage: Stage) -> dict[str, str]:
+    """The parameters of a stage that get a gradient in a step: placeholder → qualified name."""
+    roots = [node.name for node in program.graph.output_node().all_input_nodes if program.loss in (None, node.name)]
+    having = with_gradient(program.graph, trained(program), program.types)
+    asked = asked_for(program.graph, roots, having)
+    return {place: name for place, name in stage.parameters.items() if place in asked}
+
+
+def shared_weights(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """Qualified parameter names that stand on more than one stage, with those stages."""
+    holders: dict[str, list[int]] = defaultdict(list)
+    for stage in stages:
+        for name in sorted(set(stage.parameters.values())):
+            holders[name].append(stage.index)
+    return {name: tuple(held) for name, held in sorted(holders.items()) if len(held) > 1}
+
+
+def _elements(program: Program, layout: Layout | tuple[Layout, ...] | None, place: str, tp: int) -> tuple[torch.dtype, Size]:
+    """The type and the size of a rank's piece of a parameter."""
+    kind = program.types[place]
+    assert isinstance(kind, TensorType)
+    return kind.dtype, product(local_size(dim, tp) for dim in layout.dims) if isinstance(layout, Layout) else product(kind.shape)
+
+
+def _whole_stage(sizes: Mapping[str, tuple[torch.dtype, Size]]) -> Iterator[Sent]:
+    """With a pipeline, torch's `replicate` joins the gradients of the stage into one tensor."""
+    totals = defaultdict[torch.dtype, Size](int)
+    for dtype, elements in sizes.values():
+        totals[dtype] += elements
+    for dtype, elements in totals.items():
+        yield Sent("dp", "backward", "all_reduce", "gradients", dtype, elements)
+
+
+def _buckets(sizes: Mapping[str, tuple[torch.dtype, Size]]) -> Iterator[Sent]:
+    """Without one, DistributedDataParallel joins gradients in buckets, roughly in the order in which backward makes them."""
+    named = list(sizes.values())[::-1]
+    tensors = [torch.empty(int(elements), dtype=dtype, device="meta") for dtype, elements in named]
+    buckets, _ = _compute_bucket_assignment_by_size(tensors, [FIRST_BUCKET, BUCKET]) if tensors else ([], [])
+    for held in buckets:
+        elements: Size = sum(named[index][1] for index in held)
+        yield Sent("dp", "backward", "all_reduce", "gradients", named[held[0]][0], elements)
