@@ -209,6 +209,35 @@ def padded(op: Op) -> str:
     return f"{letters(op, 0, never=changed)} -> {letters(op, 0, never=changed)}"
 
 
+def resized(op: Op, spatial: int) -> str:
+    """Pooled or resampled over the last few dimensions, everything before them by itself."""
+    names = letters(op, 0, never=range(op.rank(0) - spatial, op.rank(0)))
+    return f"{names} -> {', '.join([names] * len(op.outs))}"
+
+
+def refolded(op: Op) -> str:
+    """Windows of an image as columns, or back: channels, and places, become others."""
+    lead = letters(op, 0).split()[: -3 if op.name.startswith("aten.im2col") else -2]
+    read, made = ([f"{kind}{d}!" for d in range(len(shape.shape) - len(lead))] for kind, shape in (("X", op.ins[0]), ("Y", op.outs[0])))
+    return f"{' '.join([*lead, *read])} -> {' '.join([*lead, *made])}"
+
+
+def transformed(op: Op) -> str:
+    """Fourier transforms over one or more dimensions: those given, else as many from the end as there are sizes, else all."""
+    sizes, given = op.argument("s"), op.argument("dim")
+    last_ones = list(range(-len(sizes), 0)) if sizes and given is None else None
+    dims = last_ones if last_ones is not None else op.dims("dim")
+    return f"{letters(op, 0, never=dims)} -> {letters(op, 0)}"
+
+
+def parted(op: Op) -> str:
+    """Taken apart along one dimension, which stays whole: into parts whose sizes are not known."""
+    dim = op.dims("dim")[0]
+    names = letters(op, 0, never=(dim,)).split()
+    outs = [" ".join(f"Y{i}!" if d == dim else n for d, n in enumerate(names)) for i in range(len(op.outs))]
+    return f"{' '.join(names)} -> {', '.join(outs)}"
+
+
 def convolution(op: Op, spatial: int) -> str:
     """x [b, c, …], weight [o, c / groups, …]: channels in are contracted; with as many groups as channels, each channel by itself."""
     places = " ".join(f"{n}!" for n in "xyz"[:spatial])
