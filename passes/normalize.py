@@ -26,6 +26,7 @@ def normalize(program: Program) -> Program:
     before  %a, %b = chunk(%x, 2, -1)                     after  %a, %b = split_with_sizes(%x, [64, 64], -1)
     before  %a = slice(%x, 2, 0, 64), %b = slice(…, 128)  after  %a, %b = split_with_sizes(%x, [64, 64], 2)
     before  %y = reshape(expand(unsqueeze(%x, 2)))        after  %y = repeat_interleave(%x, 2, 1)
+    before  %y = repeat(%x, [1, 3])                      after  %y = flatten(expand(unsqueeze(%x, 1), [-1, 3, -1]), 1, 2)
     before  %y = slice(%x, 2, 0, END, 2)                 after  %y = select(unflatten(%x, 2, [64, 2]), 3, 0)
     before  %y = dropout(%x, 0.1)                         after  %y = dropout(%x, 0.1, %rng_key, 0)
     before  %y = to(%x, float32) : f32 from f32           after  %x
@@ -33,7 +34,7 @@ def normalize(program: Program) -> Program:
     before  %y = view_as(%x, %z), %u = type_as(%x, %z)    after  %y = view(%x, [4, 16]), %u = to(%x, f32)
     """
     draft = Draft(program)
-    for rewrite in (name_sizes, drop_identities, split_evenly, take_strides, slice_constants, join_slices, name_repeats):
+    for rewrite in (name_sizes, drop_identities, spell_tiles, split_evenly, take_strides, slice_constants, join_slices, name_repeats):
         for node in list(draft.graph.nodes):
             if node.op == "call_function" and node not in draft.erased:
                 rewrite(draft, node)
@@ -139,6 +140,32 @@ def split_evenly(draft: Draft, node: fx.Node) -> None:
     if all(isinstance(size, int) for size in sizes):
         with draft.graph.inserting_before(node):
             draft.replace(node, draft.call(aten.split_with_sizes.default, node.args[0], sizes, dim, type=kinds, like=node))
+
+
+def spell_tiles(draft: Draft, node: fx.Node) -> None:
+    """The whole of a dimension several times over is a new dimension before it, expanded and merged with it: pieces repeat as pieces."""
+    times = list(argument(node, "repeats")) if op_name(node) == "aten.repeat.default" else []
+    kind = draft.types[node.all_input_nodes[0].name] if times else None
+    if not isinstance(kind, TensorType) or not all(isinstance(count, int) for count in times):
+        return
+    new, sizes, value = len(times) - len(kind.shape), list(kind.shape), node.all_input_nodes[0]
+
+    def call(target: Callable[..., object], *args: object) -> fx.Node:
+        return draft.call(target, *args, type=TensorType(kind.dtype, tuple(sizes)), like=node)
+
+    with draft.graph.inserting_before(node):
+        for dim, count in reversed(list(enumerate(times))):
+            if count == 1 and dim >= new:
+                continue
+            place = max(dim - new, 0)
+            sizes.insert(place, 1)
+            value = call(aten.unsqueeze.default, value, place)
+            sizes[place] = count
+            value = call(aten.expand.default, value, [count if d == place else -1 for d in range(len(sizes))])
+            if dim >= new:
+                sizes[place : place + 2] = [count * sizes[place + 1]]
+                value = call(aten.flatten.using_ints, value, place, place + 1)
+        draft.replace(node, value)
 
 
 def take_strides(draft: Draft, node: fx.Node) -> None:
