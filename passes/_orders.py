@@ -10,6 +10,11 @@ order fit each other, others do not, and only the inverse of the order brings th
     %y = grouped_mm(%x, %weights, %ends)   in order k
     %back = index_put(%, [%places], arange)    the inverse of k
     %z = index(%y, [%back])                the batch's rows again
+
+What a mask chooses, such as the rows of one language, has a key of its own too; it is put back at the same mask.
+
+    %x = index(%tokens, [%mask])           the chosen ones, one after the other
+    %z = index_put(%zeros, [%mask], %y)    each at its place
 """
 
 from __future__ import annotations
@@ -17,11 +22,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
-from tpcompile.factors import LayoutError
-from tpcompile.layout import Factor, Layout, Open, cut_factors, product, size_of
-from tpcompile.rules import Op, argument, op_name
+from tpcompile.factors import LayoutError, divides
+from tpcompile.layout import Factor, Layout, Open, Size, cut_factors, product, same_dim, size_of, tidy
+from tpcompile.rule_texts import masked
+from tpcompile.rules import RESHAPES, Op, argument, forward, op_name
 
 if TYPE_CHECKING:
     from tpcompile.passes._rows import Rows
@@ -40,6 +47,14 @@ class Orders:
     places: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)  # where rows come from, and how many stand for one
     ends: dict[fx.Node, int] = field(default_factory=dict)  # how many rows each group has, or where it ends
     inverses: dict[fx.Node, int] = field(default_factory=dict)
+    chosen: dict[fx.Node, int] = field(default_factory=dict)  # by mask
+    sizes: dict[int, Size] = field(default_factory=dict)  # how many stand one after the other, by key
+
+    def key(self, size: Size) -> int:
+        """A new order's, of so many."""
+        key = 1 + len(self.sizes)
+        self.sizes[key] = size
+        return key
 
     def item(self, node: fx.Node, parent: fx.Node, index: int) -> None:
         if op_name(parent) == "aten.sort.default" and parent in self.values:
@@ -53,7 +68,7 @@ class Orders:
         node, first = op.node, op.operands[0]
         match op.name:
             case "aten.sort.default" | "aten.argsort.default" if op.rank(0) == 1 and rows.depends(first):
-                key = 1 + len(self.values) + len(self.places)
+                key = self.key(op.ins[0].shape[0])
                 self.values[node] = key
                 if op.name == "aten.argsort.default":
                     self.places[node] = (self.values.pop(node), 1)
@@ -70,16 +85,29 @@ class Orders:
             case name if first in self.ends and name in (*CASTS, "aten.cumsum.default"):
                 self.ends[node] = self.ends[first]
                 return (_whole(op),)
+            case "aten.index.Tensor" if op.ins[1].dtype == torch.bool:
+                return self.choose(op, rows)
             case "aten.index.Tensor":
                 return self.index(op, rows)
+            case "aten.index_put.default" if op.ins[1].dtype == torch.bool:
+                return self.put_back(op, rows)
             case "aten.index_put.default":
                 return self.invert(op, rows)
             case name if name in GROUPED:
                 return self.multiply(op, rows)
+            case name if name in RESHAPES:
+                self.view(op, rows)
         known = {*self.ends, *self.inverses, *self.places}
         if any(operand in known for operand in op.operands) and not op.name.removesuffix(".default").endswith("_like"):
             raise LayoutError("it computes with the places of rows")
         return None
+
+    def view(self, op: Op, rows: Rows) -> None:
+        """Neighbours in an order may be of different rows: none are put together."""
+        for dim in forward(op, [rows.layouts[op.operands[0]][0]])[0].dims:
+            for factor in cut_factors(dim):
+                if isinstance(factor.cut, Open) and factor.cut != ROWS and not divides(self.sizes[factor.cut.key], factor.size):
+                    raise LayoutError("a view puts neighbours of an order together")
 
     def index(self, op: Op, rows: Rows) -> tuple[Layout, ...] | None:
         """Rows into an order, or back."""
@@ -110,6 +138,28 @@ class Orders:
         self.inverses[op.node] = self.places[indices[0]][0]
         return (Layout((((Factor(op.outs[0].shape[0], ROWS),),),)),)
 
+    def choose(self, op: Op, rows: Rows) -> tuple[Layout, ...] | None:
+        """x[mask], where the mask says it of each row."""
+        mask, (source, where) = op.operands[1], (rows.layouts[operand][0] for operand in op.operands)
+        first, _ = masked(op)
+        if not where.is_cut or not _chooses(source, where, first):
+            return None
+        key = self.chosen[mask] = self.chosen.get(mask) or self.key(op.outs[0].shape[first])
+        dims = [((Factor(size, Open(key) if d == first else None),),) for d, size in enumerate(op.outs[0].shape)]
+        return (Layout(tuple(dims)),)
+
+    def put_back(self, op: Op, rows: Rows) -> tuple[Layout, ...] | None:
+        """x[mask] = y, where y is of those that this mask chose."""
+        source, where, values = (rows.layouts[operand][0] for operand in op.operands)
+        first, _ = masked(op)
+        at = len(values.dims) - (op.rank(0) - op.rank(1) + 1 - first)
+        if at < 0 or not cut_factors(values.dims[at]):
+            return None
+        keys = [factor.cut for dim in values.dims for factor in cut_factors(dim)]
+        if keys != [Open(self.chosen.get(op.operands[1], -1))] or not _chooses(source, where, first):
+            raise LayoutError("what one mask chose is put back by another")
+        return (source,)
+
     def multiply(self, op: Op, rows: Rows) -> tuple[Layout, ...]:
         """Each group of rows by its own weight."""
         source, ends = rows.layouts[op.operands[0]][0], self.ends.get(op.operands[2], -1)
@@ -117,6 +167,13 @@ class Orders:
         if not factors or factors[0].cut != Open(ends):
             raise LayoutError("groups of rows that are not those of their order")
         return (Layout((source.dims[0], ((Factor(op.outs[0].shape[1]),),))),)
+
+
+def _chooses(source: Layout, where: Layout, first: int) -> bool:
+    """Whether a mask says of each row what it chooses, all of one row before the next, and nothing else is cut."""
+    chosen, others = source.dims[first : first + len(where.dims)], [*source.dims[:first], *source.dims[first + len(where.dims) :]]
+    (leading, *_), *more = tidy(where.dims[0])
+    return leading.cut == ROWS and not more and all(map(same_dim, chosen, where.dims)) and not any(cut_factors(dim) for dim in others)
 
 
 def _ordered(op: Op, key: int) -> Layout:

@@ -16,7 +16,7 @@ from torch import fx
 
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Program
-from tpcompile.layout import Dim, Factor, Layout, Size, TensorType, cut_factors, whole
+from tpcompile.layout import Dim, Factor, Layout, Size, TensorType, cut_factors, same_dim, whole
 from tpcompile.passes._orders import ROWS, Orders
 from tpcompile.rules import RESHAPES, argument, aten_names, forward, has_rule, op_name, view_op
 
@@ -89,7 +89,7 @@ class Rows:
             return known
         counting = [operand for operand in op.operands if operand in self.counting]
         if counting:
-            if op.name not in RESHAPES | PLAIN:
+            if op.name not in RESHAPES | PLAIN and not (op.name == "aten.add.Tensor" and argument(node, "other") == 0):
                 raise LayoutError("it computes with the number of a row")
             self.counting.add(node)
         if not has_rule(op):
@@ -97,7 +97,7 @@ class Rows:
         made = forward(op, [self.layouts[operand][0] for operand in op.operands])
         if any(layout.partial for layout in made):
             raise LayoutError("it sums over the rows")
-        layouts = tuple(self.spread(layout, kind) for layout, kind in zip(made, kinds, strict=True))
+        layouts = tuple(self.spread(layout, kind) for layout, kind in zip(made, kinds, strict=True)) if op.name in BROADCASTS else tuple(made)
         if any(sum(bool(cut_factors(dim)) for dim in layout.dims) > 1 for layout in layouts):
             raise LayoutError("rows meet other rows")
         return layouts
@@ -138,7 +138,8 @@ class Rows:
             )
             if cuts not in ([], [depth]):
                 raise LayoutError("rows look into other rows")
-        if not cut_factors(have.dims[0]) or any(cut_factors(dim) for dim in have.dims[1:]) or None in indices:
+        rows = self.layouts[first][0].dims[place[0]]
+        if not same_dim(have.dims[0], rows) or any(cut_factors(dim) for dim in have.dims[1:]) or None in indices:
             raise LayoutError("rows look into other rows")
         at = width - depth
         return Layout(tuple(_rows(size) if d == at else ((Factor(size),),) for d, size in enumerate(kind.shape)))
@@ -162,8 +163,11 @@ class Rows:
         return f"{op_name(first)}{f' at {source}' if source else ''}: {self.broken[first]}"
 
 
-PLAIN = aten_names("add.Tensor expand.default to.dtype to.dtype_layout to.device slice.Tensor contiguous.default clone.default")
-"""Operations that leave the number of a row what it is; `add` of something else than zero makes an index that no rule accepts."""
+PLAIN = aten_names("expand.default to.dtype to.dtype_layout to.device slice.Tensor contiguous.default clone.default")
+"""Operations that leave the number of a row what it is."""
+
+BROADCASTS = aten_names("expand.default new_empty.default new_full.default new_ones.default new_zeros.default repeat.default")
+"""Operations that make rows where there are none: the same everywhere."""
 
 FILLED = aten_names("full.default zeros.default ones.default empty.memory_format scalar_tensor.default")
 """New tensors that are the same in every row."""

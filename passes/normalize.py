@@ -146,7 +146,7 @@ def spell_tiles(draft: Draft, node: fx.Node) -> None:
     """The whole of a dimension several times over is a new dimension before it, expanded and merged with it: pieces repeat as pieces."""
     times = list(argument(node, "repeats")) if op_name(node) == "aten.repeat.default" else []
     kind = draft.types[node.all_input_nodes[0].name] if times else None
-    if not isinstance(kind, TensorType) or not all(isinstance(count, int) for count in times):
+    if not isinstance(kind, TensorType):
         return
     new, sizes, value = len(times) - len(kind.shape), list(kind.shape), node.all_input_nodes[0]
 
@@ -154,14 +154,15 @@ def spell_tiles(draft: Draft, node: fx.Node) -> None:
         return draft.call(target, *args, type=TensorType(kind.dtype, tuple(sizes)), like=node)
 
     with draft.graph.inserting_before(node):
-        for dim, count in reversed(list(enumerate(times))):
+        for dim, given in reversed(list(enumerate(times))):
+            count = draft.types[given.name] if isinstance(given, fx.Node) else given
             if count == 1 and dim >= new:
                 continue
             place = max(dim - new, 0)
             sizes.insert(place, 1)
             value = call(aten.unsqueeze.default, value, place)
             sizes[place] = count
-            value = call(aten.expand.default, value, [count if d == place else -1 for d in range(len(sizes))])
+            value = call(aten.expand.default, value, [given if d == place else -1 for d in range(len(sizes))])
             if dim >= new:
                 sizes[place : place + 2] = [count * sizes[place + 1]]
                 value = call(aten.flatten.using_ints, value, place, place + 1)

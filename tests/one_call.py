@@ -28,7 +28,7 @@ class Operand:
     """A tensor in an example's arguments: random numbers of a kind, the same every time."""
 
     shape: tuple[int, ...]
-    kind: str = "float"  # "float", "single", "positive", "fixed", "complex", "bool", "int", or "given"
+    kind: str = "float"  # "float", "single", "positive", "fixed", "complex", "bool", "every", "int", or "given"
     high: int = 2  # for whole numbers
     low: int = 0
     given: tuple[int, ...] = ()
@@ -44,6 +44,8 @@ class Operand:
                 return torch.randn(self.shape, generator=generator)
             case "bool":
                 return torch.rand(self.shape, generator=generator) > 0.4
+            case "every":
+                return torch.ones(self.shape, dtype=torch.bool)
             case "complex":
                 return torch.view_as_complex(torch.randn((*self.shape, 2), generator=generator, dtype=torch.float64))
         value = torch.randn(self.shape, generator=generator, dtype=torch.float64)
@@ -87,6 +89,11 @@ def single(*shape: int) -> Operand:
 
 def m(*shape: int) -> Operand:
     return Operand(shape, "bool")
+
+
+def every(*shape: int) -> Operand:
+    """A mask that leaves nothing out."""
+    return Operand(shape, "every")
 
 
 def z(*shape: int) -> Operand:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from one_call import Example, e, ends, f, fixed, i, m, pos, single, z
+from one_call import Example, e, ends, every, f, fixed, i, m, pos, single, z
 
 OVER_PLACES = [e(f(3, 5, 4), i(3, 4, high=5), None, reduction) for reduction in (0, 1, 2)]
 
@@ -52,6 +52,19 @@ EXAMPLES: Mapping[str, list[Example]] = {
         e(f(3, 4, 5), [None, i(2, 6, high=4)]),
         e(f(3, 4, 5), [i(2, high=3), i(6, 1, high=4)]),
         e(f(3, 4, 5), [None, i(2, high=4), i(2, high=5)]),
+        e(f(3, 4, 5), [m(3)]),
+        e(f(6, 3, 4, 5), [None, m(3, 4)]),
+    ],
+    "aten.index_put.default": [
+        e(f(3, 4, 5), [m(3)], f()),
+        e(f(3, 4, 5), [m(3, 4)], f(5)),
+        e(f(3, 4, 5), [None, m(4)], f(3, 1, 5), True),
+        e(f(3, 4, 5), [m(3)], f(1, 4, 1)),
+        e(f(3, 4, 5), [every(3)], f(3, 4, 5)),
+        e(f(3, 4, 5), [None, every(4)], f(3, 4, 5)),
+        e(f(5, 4, 6), [i(3, high=5)], f(3, 4, 6), True),
+        e(f(5, 4, 6), [None, i(3, high=4)], f(), True),
+        e(f(5, 4, 6), [None, i(3, high=4), i(2, 1, high=6)], f(5, 2, 3), True),
     ],
     "aten.index_select.default": [e(f(3, 4, 5), 1, i(2, high=4)), e(f(3, 4), -2, i(5, high=3))],
     "aten.layer_norm.default": [e(f(3, 4), [4], f(4), f(4)), e(f(2, 3, 4), [3, 4], f(3, 4)), e(f(3, 4), [4])],

@@ -132,16 +132,52 @@ def indexed(op: Op) -> str:
     """x[i, j, …]: the dimensions that are looked up stay whole; the look-ups' own dimensions are broadcast together."""
     listed = list(op.argument("indices"))
     looked = [d for d, index in enumerate(listed) if index is not None]
-    if op.ins[looked[0] * 0 + 1].dtype == torch.bool:
-        raise LayoutError("an index by a mask")
+    names = letters(op, 0).split()
+    if op.ins[1].dtype == torch.bool:
+        first, chosen = masked(op)
+        texts = [" ".join(f"{n}!" if n in chosen else n for n in names), " ".join(f"{n}!" for n in chosen)]
+        return f"{', '.join(texts)} -> {' '.join([*names[:first], 'Y!', *names[first + len(chosen) :]])}"
     if looked != list(range(looked[0], looked[-1] + 1)):
         raise LayoutError("an index of dimensions that are not neighbours")
-    names = letters(op, 0).split()
     width = max(len(kind.shape) for kind in op.ins[1:])
     places = [f"Y{n}" for n in range(width)]
     texts = [" ".join(f"{n}!" if d in looked else n for d, n in enumerate(names))]
     texts += [" ".join(places[width - len(kind.shape) :]) for kind in op.ins[1:]]
     return f"{', '.join(texts)} -> {' '.join([*names[: looked[0]], *places, *names[looked[-1] + 1 :]])}"
+
+
+def masked(op: Op) -> tuple[int, list[str]]:
+    """Of an index by one mask: the first dimension that it chooses from, and the letters of all of them."""
+    looked = [d for d, index in enumerate(op.argument("indices")) if index is not None]
+    if len(looked) != 1:
+        raise LayoutError("an index by a mask and something else")
+    first = looked[0]
+    return first, letters(op, 0).split()[first : first + op.rank(1)]
+
+
+def put(op: Op) -> str:
+    """x[i, j, …] = values, or += values: the dimensions that are looked up stay whole; by a mask, unless all that it chooses get the same."""
+    looked = [d for d, index in enumerate(op.argument("indices")) if index is not None]
+    names, indices, values = letters(op, 0).split(), op.ins[1:-1], op.ins[-1]
+    if looked != list(range(looked[0], looked[-1] + 1)):
+        raise LayoutError("an index of dimensions that are not neighbours")
+    if indices[0].dtype == torch.bool:
+        first, chosen = masked(op)
+        places, after = ["Y!"], first + len(chosen)
+    else:
+        first, chosen, after = looked[0], names[looked[0] : looked[-1] + 1], looked[-1] + 1
+        places = [f"Y{n}!" for n in range(max(len(kind.shape) for kind in indices))]
+    given = [*names[:first], *places, *names[after:]]
+    if len(values.shape) > len(given):
+        raise LayoutError("more values than places")
+    given = given[len(given) - len(values.shape) :]
+    if indices[0].dtype == torch.bool:
+        alike = all(size == 1 for letter, size in zip(given, values.shape, strict=True) if letter in places)
+        texts = [" ".join(chosen if alike else [f"{n}!" for n in chosen])]
+    else:
+        alike, texts = False, [" ".join(places[len(places) - len(kind.shape) :]) for kind in indices]
+    whole = [f"{n}!" if n in chosen and not alike else n for n in names]
+    return f"{', '.join([' '.join(whole), *texts, ' '.join(given)])} -> {' '.join(whole)}"
 
 
 def index_selected(op: Op) -> str:
