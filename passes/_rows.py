@@ -112,12 +112,16 @@ class Rows:
         return layouts
 
     def spread(self, layout: Layout, kind: TensorType) -> Layout:
-        """Dimensions that are as long as the batch though no operand brought them: the same in all rows."""
+        """Dimensions that grow with the batch though no operand brought them: the same in all rows."""
         dims: list[Dim] = []
         for dim, size in zip(layout.dims, kind.shape, strict=True):
-            known = isinstance(size, sympy.Symbol) and size in self.symbols and not cut_factors(dim)
-            dims.append(_rows(size) if known else dim)
+            dims.append(_rows(size) if self.counts_rows(size) and not cut_factors(dim) else dim)
         return Layout(tuple(dims), layout.partial)
+
+    def counts_rows(self, size: Size) -> bool:
+        """Whether a size is proportional to the number of rows."""
+        found = self.symbols & size.free_symbols if isinstance(size, sympy.Expr) else ()
+        return any(not sympy.cancel(size / rows).has(rows) for rows in found)
 
     def looked_up(self, node: fx.Node) -> Layout | None:
         """x[row, …] with `row` counting the rows: each row looks into itself."""

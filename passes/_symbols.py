@@ -13,18 +13,24 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tpcompile.ir import Type
 from tpcompile.layout import Size, TensorType, symbol
+from tpcompile.passes._exact import exact, whole_quotients
 
 
 @dataclass(frozen=True)
 class Symbols:
-    """`names` maps export's symbols to ours; `places` ours to the number of the input, and the dimension, that it measures."""
+    """`names` maps export's symbols to ours; `places` ours to the number of the input, and the dimension, that it measures.
+
+    `quotients` of ours are whole numbers wherever what export took for granted holds.
+    """
 
     names: Mapping[sympy.Symbol, sympy.Symbol]
     places: Mapping[sympy.Symbol, tuple[int, int]]
     batch_dims: tuple[int | None, ...]
+    quotients: tuple[sympy.Expr, ...] = ()
 
     def size(self, value: Any) -> Size:
         """A size in our symbols. What export knows no symbol for (a number of values that are not zero) keeps its name."""
@@ -33,7 +39,7 @@ class Symbols:
             return plain
         expression = value.node.expr
         unknown = {s: symbol(s.name) for s in expression.free_symbols if s not in self.names}
-        found: sympy.Expr = expression.xreplace({**self.names, **unknown})
+        found = exact(expression.xreplace({**self.names, **unknown}), self.quotients)
         return int(found) if found.is_Integer else found
 
     def type(self, value: Any) -> Type | None:
@@ -73,4 +79,10 @@ def name_symbols(examples: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) ->
             names.setdefault(size.node.expr, known)
             by_group.setdefault(group, known)
             places.setdefault(known, (index, dim))
-    return Symbols(names, places, batch_dims)
+    guards = {guard.expr.xreplace(names): None for environment in _environments(shapes) for guard in environment.guards}
+    return Symbols(names, places, batch_dims, whole_quotients(guard for guard in guards if guard.free_symbols <= places.keys()))
+
+
+def _environments(shapes: Sequence[Sequence[Any]]) -> list[ShapeEnv]:
+    """Where export keeps what it took for granted."""
+    return list({id(s.node.shape_env): s.node.shape_env for shape in shapes for s in shape if isinstance(s, torch.SymInt)}.values())

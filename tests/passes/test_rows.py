@@ -71,6 +71,12 @@ def filled(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
+def in_groups(x: Tensor) -> Tensor:
+    """Two places of a row as one, with what is the same for all of them."""
+    pairs = x.flatten(0, 1).view(-1, 2, 6)
+    return pairs[:, 0] * pairs[:, 1] + torch.ones(pairs.shape[0], 6)
+
+
 def windows(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     return F.unfold(x[..., None], (3, 1), padding=(1, 0)).unflatten(1, (4, 3))
 
@@ -85,6 +91,7 @@ APART: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "resampled": lambda x, ids, weight: F.interpolate(x[:, None], (5, 7), mode="bilinear"),
     "windows": windows,
     "transformed": lambda x, ids, weight: torch.fft.fftn(x, dim=(1, 2)).real,
+    "places in pairs": lambda x, ids, weight: in_groups(x),
     "parts whose size is not known": lambda x, ids, weight: torch.stack(torch.cat([x, x], 1).chunk(2, 1), 1),
 }  # fmt: skip
 
@@ -125,11 +132,14 @@ def numbered(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     return there * torch.arange(there.shape[0])[:, None]
 
 
+UNLIKE = "two uses of a value need it cut in different ways"
+
 MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "neighbours of any rows": (lambda x, ids, weight: in_groups(x.transpose(0, 1)), "a view divides s at b*s/2"),
     "neighbours in an order": (neighbours, "a view puts neighbours of an order together"),
     "places of all rows by turns": (neighbours_chosen, "aten.index.Tensor needs this dimension whole"),
     "put back by another mask": (back_elsewhere, "what one mask chose is put back by another"),
-    "numbers of the chosen": (numbered, "two uses of a value need it cut in different ways"),
+    "numbers of the chosen": (numbered, UNLIKE),
     "what is chosen, in turn": (lambda x, ids, weight: x[ids == 1].cumsum(0), "aten.cumsum.default needs this dimension whole"),
     "the most of all chosen": (lambda x, ids, weight: x - x[ids == 1].amax(0), "aten.amax.default needs this dimension whole"),
     "pooled over the rows": (lambda x, ids, weight: F.avg_pool1d(x.permute(1, 2, 0), 2), "aten.avg_pool1d.default needs this dimension whole"),
@@ -140,7 +150,7 @@ MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
         lambda x, ids, weight: x.flatten(0, 1)[torch.arange(x.shape[0])] * x[:, 0],
         "rows look into other rows",
     ),
-    "a weight for each row's number": (lambda x, ids, weight: x * weight.flatten()[: x.shape[0], None, None], "x"),
+    "a weight for each row's number": (lambda x, ids, weight: x * weight.flatten()[: x.shape[0], None, None], UNLIKE),
 }  # fmt: skip
 
 
