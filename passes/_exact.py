@@ -24,10 +24,10 @@ def whole_quotients(guards: Iterable[sympy.Basic]) -> tuple[sympy.Expr, ...]:
     return tuple(found)
 
 
-def exact(expression: sympy.Expr, known: Collection[sympy.Expr]) -> sympy.Expr:
+def exact(expression: sympy.Basic, known: Collection[sympy.Expr]) -> sympy.Expr:
     """An expression with every floor of a quotient that is a whole number written as the quotient."""
     if not expression.has(FloorDiv):
-        return expression
+        return expression  # type: ignore[return-value]
     parts = [exact(part, known) for part in expression.args]
     if isinstance(expression, FloorDiv):
         quotient = _quotient(*parts)

@@ -30,16 +30,16 @@ class Rows:
     broken: dict[fx.Node, str] = field(default_factory=dict)
     orders: Orders = field(default_factory=Orders)
     counting: set[fx.Node] = field(default_factory=set)  # 0, 1, 2, … along the rows: the row's own number
-    symbols: frozenset[sympy.Basic] = frozenset()
+    symbols: frozenset[sympy.Symbol] = frozenset()
 
     @classmethod
     def of(cls, program: Program) -> Rows:
         """Carry the batch dimension forward through the whole graph."""
-        symbols: set[sympy.Basic] = set()
+        symbols: set[sympy.Symbol] = set()
         for name, entry in program.inputs.items():
             kind = program.types[name]
             if entry.batch_dim is not None and isinstance(kind, TensorType):
-                symbols |= sympy.sympify(kind.shape[entry.batch_dim]).free_symbols
+                symbols |= sympy.sympify(kind.shape[entry.batch_dim]).atoms(sympy.Symbol)
         rows = cls(program, symbols=frozenset(symbols))
         for node in program.graph.nodes:
             try:
@@ -97,7 +97,7 @@ class Rows:
         made = forward(op, [self.layouts[operand][0] for operand in op.operands])
         if any(layout.partial for layout in made):
             raise LayoutError("it sums over the rows")
-        layouts = tuple(self.spread(layout, kind) for layout, kind in zip(made, kinds, strict=True)) if op.name in BROADCASTS else tuple(made)
+        layouts = tuple(self.spread(layout, kind) if op.name in BROADCASTS else layout for layout, kind in zip(made, kinds, strict=True))
         if any(sum(bool(cut_factors(dim)) for dim in layout.dims) > 1 for layout in layouts):
             raise LayoutError("rows meet other rows")
         return layouts
@@ -120,8 +120,8 @@ class Rows:
 
     def counts_rows(self, size: Size) -> bool:
         """Whether a size is proportional to the number of rows."""
-        found = self.symbols & size.free_symbols if isinstance(size, sympy.Expr) else ()
-        return any(not sympy.cancel(size / rows).has(rows) for rows in found)
+        found = self.symbols & size.free_symbols if isinstance(size, sympy.Expr) else frozenset()
+        return any(not sympy.cancel(sympy.sympify(size) / rows).has(rows) for rows in found)
 
     def looked_up(self, node: fx.Node) -> Layout | None:
         """x[row, …] with `row` counting the rows: each row looks into itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -155,7 +156,7 @@ def spell_tiles(draft: Draft, node: fx.Node) -> None:
 
     with draft.graph.inserting_before(node):
         for dim, given in reversed(list(enumerate(times))):
-            count = draft.types[given.name] if isinstance(given, fx.Node) else given
+            count: Any = draft.types[given.name] if isinstance(given, fx.Node) else given
             if count == 1 and dim >= new:
                 continue
             place = max(dim - new, 0)

@@ -156,7 +156,7 @@ def masked(op: Op) -> tuple[int, list[str]]:
 
 
 def put(op: Op) -> str:
-    """x[i, j, …] = values, or += values: the dimensions that are looked up stay whole; by a mask, unless all that it chooses get the same."""
+    """x[i, j, …] = values, or += values: what is looked up stays whole; by a mask, unless all that it chooses get the same."""
     looked = [d for d, index in enumerate(op.argument("indices")) if index is not None]
     names, indices, values = letters(op, 0).split(), op.ins[1:-1], op.ins[-1]
     if looked != list(range(looked[0], looked[-1] + 1)):

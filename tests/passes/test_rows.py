@@ -142,7 +142,10 @@ MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "numbers of the chosen": (numbered, UNLIKE),
     "what is chosen, in turn": (lambda x, ids, weight: x[ids == 1].cumsum(0), "aten.cumsum.default needs this dimension whole"),
     "the most of all chosen": (lambda x, ids, weight: x - x[ids == 1].amax(0), "aten.amax.default needs this dimension whole"),
-    "pooled over the rows": (lambda x, ids, weight: F.avg_pool1d(x.permute(1, 2, 0), 2), "aten.avg_pool1d.default needs this dimension whole"),
+    "pooled over the rows": (
+        lambda x, ids, weight: F.avg_pool1d(x.permute(1, 2, 0), 2),
+        "aten.avg_pool1d.default needs this dimension whole",
+    ),
     "transformed over the rows": (lambda x, ids, weight: torch.fft.fft(x, dim=0).real, "aten.fft_fft.default needs this dimension whole"),
     "every row but one": (lambda x, ids, weight: x[1:], "aten.slice.Tensor needs this dimension whole"),
     "the row before": (lambda x, ids, weight: x[torch.arange(x.shape[0]) + -1], "it computes with the number of a row"),
