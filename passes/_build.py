@@ -16,6 +16,7 @@ from tpcompile.errors import CaptureError
 from tpcompile.ir import Input, Program, Source, Type
 from tpcompile.layout import Size
 from tpcompile.passes._call import no_parameter
+from tpcompile.passes._dropout import drops
 from tpcompile.passes._export import Exported
 from tpcompile.passes._functional import functionalize, refuse_hidden_updates
 from tpcompile.passes._gradients import connected, drop_copies, stop_gradients
@@ -55,6 +56,7 @@ class Builder:
         self.numbers: dict[Size, fx.Node] = {}  # size → the node that computes it
         self.types: dict[str, Type] = {}
         self.sources: dict[str, Source] = {}
+        self.sites: dict[str, int] = {}
 
     def program(self, leaves: Mapping[str, Any]) -> Program:
         for node in self.work.nodes:
@@ -64,6 +66,8 @@ class Builder:
                         self._placeholder(node)
                 case "call_function":
                     self._call(node)
+                    if drops(node):
+                        self.sites[self.new[node].name] = len(self.sites)
         outputs: Any = fx.node.map_arg(self.work.output_node().args[0], self.new.__getitem__)
         self.graph.output(outputs)
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
@@ -89,6 +93,7 @@ class Builder:
             output_constants=dict(found.constants),
             guards=guards_of(self.model, self.exported.program, self.symbols, leaves),
             notes=self.exported.notes,
+            sites=self.sites,
         )
 
     # ------------------------------------------------------------------------------------ placeholders

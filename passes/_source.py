@@ -96,7 +96,7 @@ def has_device(node: fx.Node) -> bool:
 
 def site_of(node: fx.Node) -> int | None:
     """The number of a dropout's site: what differs between layers that are equal otherwise."""
-    if getattr(node.target, "namespace", "") != "tpcompile" or getattr(node.target, "_opname", "") != "dropout":
+    if getattr(node.target, "namespace", "") != "tpcompile" or getattr(node.target, "_opname", "") not in ("dropout", "dropout_at"):
         return None
     site: Any = node.kwargs.get("site", node.args[3] if len(node.args) > 3 else 0)
     return int(site)

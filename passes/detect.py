@@ -18,7 +18,7 @@ ATTENDS = ("softmax", "attention")
 
 STILL = RESHAPES | {
     "aten.transpose.int", "aten.permute.default", "aten.contiguous.default", "aten.clone.default", "aten.t.default", "aten.numpy_T.default",
-    "tpcompile.dropout.default", "aten.to.dtype", "getitem", "aten.split_with_sizes.default",
+    "tpcompile.dropout.default", "tpcompile.dropout_at.default", "aten.to.dtype", "getitem", "aten.split_with_sizes.default",
 }  # fmt: skip
 """Operations that only move elements: with nothing else between them, two linears are a chain and no MLP."""
 

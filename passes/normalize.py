@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompile import collectives
-from tpcompile.errors import Refused
 from tpcompile.factors import divides, quotient
 from tpcompile.ir import Draft, Program
 from tpcompile.layout import Size, TensorType
+from tpcompile.passes._dropout import key_dropout
 from tpcompile.rules import argument, op_name
 
 aten = torch.ops.aten
 END = 2**63 - 1
 
 
-def normalize(program: Program) -> Program:
-    """Spell every operation in one way.
+def normalize(program: Program, dropout: str = "local") -> Program:
+    """Spell every operation in one way; `dropout` is how masks are drawn, as in `tpcompile.compile`.
 
     before  %a, %b = chunk(%x, 2, -1)                     after  %a, %b = split_with_sizes(%x, [64, 64], -1)
     before  %a = slice(%x, 2, 0, 64), %b = slice(…, 128)  after  %a, %b = split_with_sizes(%x, [64, 64], 2)
@@ -40,7 +38,7 @@ def normalize(program: Program) -> Program:
             if node.op == "call_function" and node not in draft.erased:
                 rewrite(draft, node)
         draft.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-    return draft.freeze(random=key_dropout(draft))
+    return draft.freeze(random=key_dropout(draft, dropout))
 
 
 def name_sizes(draft: Draft, node: fx.Node) -> None:
@@ -293,60 +291,3 @@ def name_repeats(draft: Draft, node: fx.Node) -> None:
         times = quotient(after.shape[dim - 1], narrow.shape[dim - 1])
         assert divides(narrow.shape[dim - 1], after.shape[dim - 1])
         draft.replace(node, draft.call(aten.repeat_interleave.self_int, squeezed, times, dim - 1, type=after, like=node))
-
-
-def key_dropout(draft: Draft) -> bool:
-    """Replace dropout by our own, whose mask depends only on a key and the place in the graph. Returns whether there is any."""
-    for node in list(draft.graph.nodes):
-        if node.op == "call_function" and op_name(node) == "aten.scaled_dot_product_attention.default" and argument(node, "dropout_p") > 0:
-            _spell_attention(draft, node)
-    places = [n for n in draft.graph.nodes if n.op == "call_function" and op_name(n) == "aten.dropout.default"]
-    if not places:
-        return False
-    with draft.graph.inserting_before(next(n for n in draft.graph.nodes if n.op != "placeholder")):
-        key = draft.graph.placeholder("rng_key")
-    draft.types[key.name] = TensorType(torch.int64, (3,))
-    for site, node in enumerate(places):
-        with draft.graph.inserting_before(node):
-            args = (node.args[0], argument(node, "p"), key, site, 0)
-            draft.replace(node, draft.call(collectives.ops.dropout.default, *args, type=draft.types[node.name], like=node))
-    return True
-
-
-def _spell_attention(draft: Draft, node: fx.Node) -> None:
-    """Attention with dropout as softmax(q·kᵀ·scale + mask), dropout, ·v: torch's own draws masks that no key can repeat."""
-    query, key, value, mask, p, causal, scale, grouped = (argument(node, name) for name in ATTENTION)
-    q, k, v = (draft.types[n.name] for n in (query, key, value))
-    out = draft.types[node.name]
-    assert isinstance(q, TensorType) and isinstance(k, TensorType) and isinstance(v, TensorType) and isinstance(out, TensorType)
-
-    def call(target: Callable[..., object], *args: object, shape: tuple[Size, ...], of: torch.dtype = q.dtype, **kwargs: object) -> fx.Node:
-        return draft.call(target, *args, type=TensorType(of, shape), like=node, **kwargs)
-
-    if not all(isinstance(size, int) for size in (q.shape[-1], *((q.shape[-3], k.shape[-3]) if grouped else ()))):
-        what = "attention with dropout, over heads whose number or size is known only when it runs"
-        raise Refused(what, source=str(draft.sources.get(node.name, "")), fix="take the heads apart in the model, or set the dropout to 0")
-    with draft.graph.inserting_before(node):
-        if grouped and k.shape[-3] != q.shape[-3]:
-            times = quotient(q.shape[-3], k.shape[-3])
-            key = call(aten.repeat_interleave.self_int, key, times, -3, shape=(*q.shape[:-2], *k.shape[-2:]))
-            value = call(aten.repeat_interleave.self_int, value, times, -3, shape=(*q.shape[:-2], *v.shape[-2:]))
-        heads = q.shape[:-2]
-        turned = call(aten.transpose.int, key, -2, -1, shape=(*heads, k.shape[-1], k.shape[-2]))
-        scores_shape = (*heads, q.shape[-2], k.shape[-2])
-        scores = call(aten.matmul.default, query, turned, shape=scores_shape)
-        scores = call(aten.mul.Tensor, scores, 1 / math.sqrt(int(q.shape[-1])) if scale is None else scale, shape=scores_shape)
-        if causal:
-            seen = call(aten.ones_like.default, scores, shape=scores_shape, of=torch.bool, dtype=torch.bool)
-            mask = call(aten.tril.default, seen, shape=scores_shape, of=torch.bool)
-        if mask is not None and draft.types[mask.name].dtype == torch.bool:  # type: ignore[union-attr]
-            hidden = call(aten.logical_not.default, mask, shape=draft.types[mask.name].shape, of=torch.bool)  # type: ignore[union-attr]
-            scores = call(aten.masked_fill.Scalar, scores, hidden, -math.inf, shape=scores_shape)
-        elif mask is not None:
-            scores = call(aten.add.Tensor, scores, mask, shape=scores_shape)
-        weights = call(aten._safe_softmax.default, scores, -1, shape=scores_shape)
-        weights = call(aten.dropout.default, weights, p, True, shape=scores_shape)
-        draft.replace(node, call(aten.matmul.default, weights, value, shape=out.shape))
-
-
-ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from tpcompile.collectives import ops
+from tpcompile.factors import in_steps
 from tpcompile.ir import Local, PerRank, Sharded
 from tpcompile.layout import Cut, Dim, Layout, bounds, cut_factors, local_size, pieces, same, size_of, whole
 from tpcompile.rules import ADDENDS, Op, addend, argument, op_name, view_op, wants_of
@@ -249,9 +250,32 @@ def localize(
             return _attend(op, writer, wants, args, kwargs)
         case "tpcompile.dropout.default":
             return op.node.target, (*args[:4], writer.number(lambda coordinate: 1 + coordinate)), kwargs
+        case "tpcompile.dropout_at.default":
+            return _drop_at(op, writer, layout, args)
         case name if name in CHANNELS and argument(op.node, "groups") != 1:
             return op.node.target, *_set(op, args, kwargs, "groups", writer.number(lambda c: local_size(layout.dims[1], c)))
     return op.node.target, args, kwargs
+
+
+def _drop_at(op: Op, writer: _Writer, layout: Layout, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Dropout by global index, told which piece this is. A dimension of which a rank holds several ranges is taken apart for it."""
+    value, rows, cuts, apart = args[0], int(argument(op.node, "rows")), list[Any](), None
+    for dim, places in enumerate(layout.dims):
+        if cut_factors(places):
+            steps, factor = in_steps(places)
+            cut = factor.cut
+            assert isinstance(cut, Cut)
+            if steps != 1 or dim == rows:
+                apart = dim
+                held = writer.number(lambda c, cut=cut: cut.ranges[c][1] - cut.ranges[c][0])
+                sizes = [steps if isinstance(steps, int) else -1, held]
+                value = writer.add("call_function", torch.ops.aten.unflatten.int, (value, dim, sizes), {}, f"{op.node.name}_apart", None)
+            cuts += [dim + (apart is not None), writer.number(lambda c, cut=cut: cut.ranges[c][0]), factor.size]
+    if apart is None:
+        return op.node.target, (value, *args[1:4], rows, cuts), {}
+    called = (value, *args[1:4], rows + (rows > apart), cuts)
+    dropped = writer.add("call_function", op.node.target, called, {}, f"{op.node.name}_dropped", None)
+    return torch.ops.aten.flatten.using_ints, (dropped, apart, apart + 1), {}
 
 
 def _size(writer: _Writer, dim: Dim) -> Any:

@@ -59,6 +59,8 @@ class _Commands:
 def _model(command: argparse.ArgumentParser, *, needed: bool = True) -> None:
     text = "package.module:factory, or hf:llama,num_hidden_layers=2,hidden_size=64"
     command.add_argument("model", metavar="MODEL", nargs=None if needed else "?", help=text)
+    how = "how masks are drawn; check compares dropout if they are exact (default: local)"
+    command.add_argument("--dropout", choices=("local", "exact", "fast"), default="local", help=how)
     _sizes(command, mesh=None, rows=8, sequence=16, needed=needed)
 
 
@@ -104,7 +106,7 @@ def _plan(args: argparse.Namespace) -> int:
     import tpcompile
 
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
-    print(tpcompile.compile(model, args.mesh, batch, microbatches=args.microbatches).explain())
+    print(tpcompile.compile(model, args.mesh, batch, microbatches=args.microbatches, dropout=args.dropout).explain())
     return 0
 
 
@@ -120,7 +122,7 @@ def _inspect(args: argparse.Namespace) -> int:
             f"{', '.join(missing)} not given", at="tpcompile inspect", fix="give all of MODEL, --mesh and --pass, or --rules alone"
         )
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
-    compiled = tpcompile.compile(model, args.mesh, batch, microbatches=args.microbatches)
+    compiled = tpcompile.compile(model, args.mesh, batch, microbatches=args.microbatches, dropout=args.dropout)
     if args.after == "emit":
         print(compiled.program(args.rank or 0).source)
         return 0
@@ -139,6 +141,6 @@ def _check(args: argparse.Namespace) -> int:
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
     if args.dtype:
         model.to(getattr(torch, args.dtype))
-    report = tpcompile.check(model, args.mesh, batch, microbatches=args.microbatches)
+    report = tpcompile.check(model, args.mesh, batch, microbatches=args.microbatches, dropout=args.dropout)
     print(report.to_json() if args.json else report)
     return 0 if report.ok else 1

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from tpcompile import timeline
 from tpcompile.cost import all_flops, evaluate
-from tpcompile.errors import Refused
+from tpcompile.errors import InputError, Refused, caller
 from tpcompile.ir import Local, Plan, Program, Sharded, Stage
 from tpcompile.layout import Layout, TensorType, bounds, cut_factors
 from tpcompile.mesh import Mesh
 from tpcompile.messages import stage_messages
+from tpcompile.passes._dropout import drops
 from tpcompile.passes._parts import arrange
 from tpcompile.passes.capture import capture
 from tpcompile.passes.detect import detect
@@ -27,6 +28,7 @@ from tpcompile.passes.divide_loss import divide_loss
 from tpcompile.passes.emit import RankProgram, emit
 from tpcompile.passes.normalize import normalize
 from tpcompile.passes.optimize import optimize
+from tpcompile.passes.place_dropout import place_dropout
 from tpcompile.passes.plan import plan
 from tpcompile.passes.propagate import propagate
 from tpcompile.passes.rewrite import rewrite
@@ -48,6 +50,11 @@ class Options:
     schedule: str = "1f1b"
     data_parallel: str = "ddp"
     overrides: Mapping[str, str] = field(default_factory=dict)
+    dropout: str = "local"  # or "exact", "fast"
+
+    def parts(self, mesh: Mesh) -> int:
+        """In how many parts a batch's rows are divided."""
+        return mesh.dp * self.microbatches
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,13 @@ class Compilation:
         return found
 
 
+def check_dropout(how: str) -> str:
+    """Raises InputError unless `how` is a way in which masks are drawn."""
+    if how not in ("local", "exact", "fast"):
+        raise InputError(f"dropout={how!r} is unknown", at="dropout", source=caller(), fix='use dropout="local", "exact" or "fast"')
+    return how
+
+
 def lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Options) -> Compilation:
     """Compile a model for one micro-batch's shapes, from capture to stages. Needs no process group and no device but the model's own."""
     log = Log()
@@ -121,13 +135,15 @@ def lower_captured(
 ) -> Compilation:
     """Compile what was captured with this batch: all passes but the first. One capture serves any number of meshes."""
     log = log or Log()
-    normal = verify(log.run("normalize", captured, lambda: normalize(captured)))
+    normal = verify(log.run("normalize", captured, lambda: normalize(captured, options.dropout)))
     _refuse_random(normal, mesh)
     witness = _witness(model, batch, normal, options, mesh)
-    program = verify(log.run("divide_loss", normal, lambda: divide_loss(normal, witness)))
+    divided = verify(log.run("divide_loss", normal, lambda: divide_loss(normal, witness)))
+    program = verify(log.run("place_dropout", divided, lambda: place_dropout(divided, options.parts(mesh), witness)))
     cones = log.run("detect", program, lambda: detect(program))
     chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, options.overrides))
     sharded = verify(log.run("propagate", program, lambda: propagate(program, chosen, "tp", mesh.tp)))
+    _refuse_whole_draws(sharded)
     rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
     local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten)))
     stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch))))
@@ -157,10 +173,24 @@ def _refuse_random(program: Program, mesh: Mesh) -> None:
             )
 
 
+def _refuse_whole_draws(sharded: Sharded) -> None:
+    """Attention that keeps its own dropout must be cut: of a whole value, each tensor rank would drop something else."""
+    for node in sharded.program.graph.nodes if sharded.parts > 1 else ():
+        layout = sharded.layouts.get(node.name)
+        if drops(node) and isinstance(layout, Layout) and not layout.is_cut:
+            raise Refused(
+                "attention that is whole on all tensor ranks would draw other numbers on each, for the dropout inside it",
+                at='compile(dropout="fast")',
+                source=str(sharded.program.sources.get(node.name, "")),
+                fix='use dropout="local"',
+            )
+
+
 def _witness(model: nn.Module, batch: Mapping[str, Any], program: Program, options: Options, mesh: Mesh) -> Program | None:
     """For a program of one row that is to run on several parts of a batch, the same model captured with that row twice."""
     entries = {entry.path: entry.batch_dim for name, entry in program.inputs.items() if _rows(program, name) == 1}
-    if program.loss is None or not entries or mesh.dp * options.microbatches == 1:
+    placed = options.dropout == "exact" and program.random
+    if (program.loss is None and not placed) or not entries or options.parts(mesh) == 1:
         return None
 
     def doubled(value: Any, path: str) -> Any:
@@ -173,7 +203,7 @@ def _witness(model: nn.Module, batch: Mapping[str, Any], program: Program, optio
                 return type(value)(doubled(item, f"{path}.{index}") for index, item in enumerate(value))
         return value
 
-    return normalize(capture(model, doubled(dict(batch), ""), loss=options.loss))
+    return normalize(capture(model, doubled(dict(batch), ""), loss=options.loss), options.dropout)
 
 
 def _rows(program: Program, name: str) -> object:

@@ -212,6 +212,22 @@ def _split_factor(factor: Factor, size: Size) -> tuple[Factor, Factor]:
     raise LayoutError(f"a view divides {factor} inside a piece")
 
 
+def in_steps(dim: Dim) -> tuple[Size, Factor]:
+    """A cut dimension as equal steps, in each of which a coordinate holds one range: how many steps there are, and the factor that a step is.
+
+    >>> steps, factor = in_steps(Layout.parse("[3·4@tp·16]", parts=2).dims[0])
+    >>> f"{steps} of {factor}"
+    '3 of 64@tp'
+    """
+    segments = canonical(dim)
+    *before, factor = segments[0]
+    if len(segments) > 1:
+        raise LayoutError("a dimension made of unlike parts")
+    if factor.cut is None or any(other.cut for other in before):
+        raise LayoutError("a dimension cut in two ways")
+    return product(other.size for other in before), factor
+
+
 def concatenate(dims: Sequence[Dim]) -> Dim:
     """Dimensions put one behind the other."""
     return tidy(tuple(segment for dim in dims for segment in dim))

@@ -86,7 +86,8 @@ class Program:
     output_constants: Mapping[int, Any] = field(default_factory=dict)  # leaves that are no tensors
     counts: tuple[Count, ...] = ()  # divisors of mean losses, taken as extra inputs
     loss_reason: str = ""  # why the loss of a batch is not the sum of its micro-batches' losses; "" when it is
-    random: bool = False  # takes the extra int64 input `rng_key` of three numbers: seed, step, micro-batch
+    random: bool = False  # takes the extra int64 input `rng_key`: mixed seed and step, which part of the rows it is, of how many
+    sites: Mapping[str, int] = field(default_factory=dict)  # dropout → its place in the order in which the model's dropouts ran
     guards: Guards | None = None  # None: a program that no capture made
     notes: tuple[str, ...] = ()  # what the capture left out, in words
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompile.factors import LayoutError, concatenate, divide, divides, join, quotient, reshape
+from tpcompile.factors import LayoutError, concatenate, divide, divides, in_steps, join, quotient, reshape
 from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, size_of, whole, whole_dim
 from tpcompile.operation import Op as Op
 from tpcompile.operation import argument as argument
@@ -201,6 +201,7 @@ RULES: Mapping[str, Rule] = {
     "aten.view_as_complex.default": lambda op: f"{letters(op, 0, never=(-1,))} -> {letters(op, 0, drop=(-1,))}",
     "aten.view_as_real.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} z!",
     "tpcompile.dropout.default": lambda op: "..., * -> ...",
+    "tpcompile.dropout_at.default": lambda op: "..., * -> ...",
     "transformers.grouped_mm_fallback.default": "t! k, e! k n, e! -> t! n",
 }
 
@@ -345,6 +346,8 @@ def backward(op: Op, outs: Sequence[Layout | None]) -> list[Layout]:
         return [reshape(_only(outs), op.ins[0].shape)] + [whole(*kind.shape) for kind in op.ins[1:]]
     if op.name in SPLITS:
         return [_unsplit(op, outs)]
+    if op.name in LIMITS:
+        LIMITS[op.name](_only(outs))
     bound = bind_rule(op)
     dims: dict[str, Dim] = {}
     for tokens, layout in zip(bound.outs, outs, strict=True):
@@ -362,6 +365,24 @@ def _only(outs: Sequence[Layout | None]) -> Layout:
     (layout,) = outs
     assert layout is not None
     return layout
+
+
+def _own_pieces(layout: Layout) -> None:
+    """Each rank draws for its own piece: of a piece that several hold, each would drop something else."""
+    for factor in (factor for dim in layout.dims for factor in cut_factors(dim)):
+        if isinstance(factor.cut, Open) and factor.cut.shared or isinstance(factor.cut, Cut) and factor.cut.overlaps:
+            raise LayoutError("dropout of heads that several ranks hold")
+
+
+def _ranges(layout: Layout) -> None:
+    """Masks by the index of an element are of ranges, in equal steps along one dimension at most."""
+    found = [in_steps(dim) for dim in layout.dims if cut_factors(dim)]
+    if sum(steps != 1 for steps, _ in found) > 1 or not all(isinstance(factor.size, int) for _, factor in found):
+        raise LayoutError("dropout of pieces that are no ranges of a known size")
+
+
+LIMITS: Mapping[str, Callable[[Layout], None]] = {"tpcompile.dropout.default": _own_pieces, "tpcompile.dropout_at.default": _ranges}
+"""Operations that cannot work on every piece that their rule allows: what raises LayoutError for an output's layout."""
 
 
 def _allow(op: Op, bound: Bound, letter: str) -> None:

@@ -14,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile.mesh import Mesh
 from tpcompile.simulate import check
+from tpcompile.simulate.eager import exact_dropout
+
+__all__ = ["assert_parity", "exact_dropout"]
 
 
 def assert_parity(

@@ -9,6 +9,7 @@ Every operator names its group by a string: the name of a torch process group, s
     local_slice   own pieces                    zeros around the own pieces     after `enter`, a whole value becomes cut
     shared        identity                      all-reduce of what overlaps     a parameter of which coordinates share pieces
     dropout       a mask drawn from its key     the same mask                   any dropout
+    dropout_at    a mask of elements' places    the same mask                   dropout as on one device
 
 What each hands to the process group, and how many bytes, is a row of `COLLECTIVES` (`tpcompile.collectives.table`).
 
@@ -39,13 +40,15 @@ from torch import Tensor, nn
 
 from tpcompile.collectives.groups import bind, check_bound, group_of, place, unbound
 from tpcompile.collectives.heads import pick
+from tpcompile.collectives.indexed_dropout import finalize
 from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
 from tpcompile.collectives.table import COLLECTIVES, RING, Collective, Message
 from tpcompile.errors import Refused
 
-__all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "enter", "gather", "held_by", "holders", "length"]
-__all__ += ["local_slice", "mix", "ops", "overlap", "pick", "place", "reduce", "shared", "spread", "take", "unbound"]
+__all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "finalize", "gather"]
+__all__ += ["held_by", "holders", "length", "local_slice", "mix", "ops", "overlap", "pick", "place", "reduce", "shared", "spread", "take"]
+__all__ += ["unbound"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter
@@ -218,6 +221,7 @@ ops = torch.ops.tpcompile
 """All of them; the names below are their only overloads."""
 
 dropout = ops.dropout.default
+dropout_at = ops.dropout_at.default
 enter = ops.enter.default
 gather = ops.gather.default
 local_slice = ops.local_slice.default

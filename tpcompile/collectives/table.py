@@ -80,6 +80,7 @@ def common(given: Given) -> Size:
 COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
     {
         "dropout": Collective(),
+        "dropout_at": Collective(),
         "enter": Collective(backward=(Message("all_reduce", everything),)),
         "gather": Collective(forward=(Message("all_gather", longest),)),
         "local_slice": Collective(),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpcompile.driver import Compilation, Options, lower
+from tpcompile.driver import Compilation, Options, check_dropout, lower
 from tpcompile.errors import InputError, Refused, TpcompileError, caller
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import matches
@@ -35,6 +35,7 @@ def compile(
     schedule: str = "1f1b",
     data_parallel: str = "ddp",
     overrides: Mapping[str, str] | None = None,
+    dropout: str = "local",
 ) -> Compiled:
     """Compile a model for a mesh of data × pipeline × tensor parallel ranks.
 
@@ -43,6 +44,12 @@ def compile(
     the first call. `loss(outputs, batch)` gives a scalar; without it the output's `.loss` counts, or the output if it is a scalar.
     A batch is divided into `microbatches` per replica: 1 without a pipeline, else as many as stages. With `split_batches` every rank
     passes the same whole batch and takes its replica's rows, otherwise every rank passes its replica's own rows.
+
+    `dropout` says how masks are drawn. "local": each rank draws those of its own pieces, keyed by the seed of `torch.manual_seed`, the
+    step, the place in the model and the part of the batch; values that are whole on all tensor ranks have one mask there. "exact": a mask
+    depends on the seed, the step, the place in the model and the element's index in the value of the whole batch, so that every mesh
+    trains as one device does with the same option. "fast": as "local", but attention keeps its dropout inside its fused kernels, which
+    draw from torch's own generator on each rank: only `torch.manual_seed` repeats it, and ranks with the same seed draw alike.
 
     No process group is needed: only running needs one. Raises InputError, CaptureError or Refused, with what to do about it.
     """
@@ -59,6 +66,7 @@ def compile(
         schedule=schedule,
         data_parallel=data_parallel,
         overrides=dict(overrides or {}),
+        dropout=check_dropout(dropout),
     )
     compiled = Compiled(model, placed, options, mesh if isinstance(mesh, DeviceMesh) else None)
     if example_inputs is None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tpcompile.collectives import mix
 from tpcompile.ir import Program
 from tpcompile.layout import TensorType
 from tpcompile.runtime.batch import part
@@ -68,9 +69,9 @@ def _value(name: str, program: Program, model: nn.Module, tensors: Mapping[str, 
 
 
 def rng_keys(seed: int, step: int, microbatches: int, groups: Groups) -> Tensor:
-    """One row per micro-batch: seed, step, and the micro-batch's number, which differs between replicas. int64[microbatches, 3]."""
-    dp, replica = groups.mesh.dp, groups.coordinates["dp"]
-    return torch.tensor([[seed, step, index * dp + replica] for index in range(microbatches)], device=groups.device)
+    """One row per micro-batch, int64[microbatches, 3]: mixed seed and step, the part of the whole batch's rows that it is, of how many."""
+    first, parts = groups.coordinates["dp"] * microbatches, groups.mesh.dp * microbatches
+    return torch.tensor([[mix(seed, step), first + index, parts] for index in range(microbatches)], device=groups.device)
 
 
 def accumulate(engine: Engine, work: Work) -> list[Tensor]:

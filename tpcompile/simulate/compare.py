@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpcompile.collectives import held_by, take
-from tpcompile.driver import Compilation, Options, lower
+from tpcompile.collectives import held_by, mix, take
+from tpcompile.driver import Compilation, Options, check_dropout, lower
 from tpcompile.errors import InputError, Refused, caller
 from tpcompile.ir import Program
 from tpcompile.layout import TensorType
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import bind_example, capture, matches
+from tpcompile.passes.normalize import normalize
 from tpcompile.runtime import batch as batches
 from tpcompile.simulate.diverge import first_divergence
 from tpcompile.simulate.lockstep import run
-from tpcompile.simulate.reference import Reference, weighted_sum
+from tpcompile.simulate.reference import NoDropout, Reference, weighted_sum
 from tpcompile.simulate.replay import Replay, flatten, rows, structured
 from tpcompile.simulate.report import Report, Tolerance
 
@@ -41,6 +44,7 @@ def check(
     loss: Callable[..., Tensor] | None = None,
     microbatches: int | None = None,
     overrides: Mapping[str, str] | None = None,
+    dropout: str = "local",
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
     optimizer_settings: Mapping[str, Any] | None = None,
     steps: int = 1,
@@ -48,8 +52,10 @@ def check(
     """Compile a model for a mesh, run all its ranks here in lockstep, and compare with the untouched model on the same batch.
 
     Compared are the loss, every output, every gradient, and every parameter after `steps` steps of `optimizer` (SGD with a rate of 1
-    unless `optimizer_settings` say otherwise). A model without a loss is given one: its outputs times fixed weights, summed. Dropout
-    is off on both sides. No process group is needed. Tolerances follow the model's type. Raises what `tpcompile.compile` raises.
+    unless `optimizer_settings` say otherwise). A model without a loss is given one: its outputs times fixed weights, summed. With
+    `dropout="exact"` dropout is compared too: the untouched model then runs under `tpcompile.testing.exact_dropout`; with "local" and
+    "fast", whose masks no single device has, it is off on both sides. No process group is needed. Tolerances follow the model's type.
+    Raises what `tpcompile.compile` raises.
     """
     placed = Mesh.of(mesh)
     inputs = example_inputs if example_inputs is not None else getattr(model, "dummy_inputs", None)
@@ -58,7 +64,7 @@ def check(
     batch = bind_example(model, inputs)
     count = (placed.pp if placed.pp > 1 else 1) if microbatches is None else microbatches
     settings = dict(optimizer_settings or ({"lr": 1.0} if optimizer is torch.optim.SGD else {}))
-    options = Options(loss, count, overrides=dict(overrides or {}))
+    options = Options(loss, count, overrides=dict(overrides or {}), dropout=check_dropout(dropout))
     if any(p.is_meta for p in model.parameters()):
         raise InputError(
             "the model's parameters are on the meta device: there are no numbers to compare",
@@ -78,7 +84,7 @@ def _lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Opti
     inputs, call = compilation.program.inputs, batches.describe("check", batch).removeprefix("compiled.")
     batches.check_rows(batches.rows_of(flatten(compilation.program, batch), inputs, call), division, call)
     if compilation.program.loss is None:
-        compilation = lower(model, mesh, part, Options(weighted_sum, options.microbatches, overrides=options.overrides))
+        compilation = lower(model, mesh, part, replace(options, loss=weighted_sum))
     reason = compilation.program.loss_reason
     if reason and mesh.dp * options.microbatches > 1:
         at = f"check(dp={mesh.dp}, microbatches={options.microbatches})"
@@ -99,7 +105,8 @@ def compare(
 ) -> Report:
     """The untouched model beside a compilation of it, as `check` does."""
     settings = dict(settings or {"lr": 1.0})
-    reference, replay = Reference(model, compilation.options.loss), Replay(model, compilation)
+    drops = compilation.options.dropout == "exact"
+    reference, replay = Reference(model, compilation.options.loss, dropout=drops), Replay(model, compilation, dropout=drops)
     mine, tolerance = reference.parameters(), tolerance_of(compilation.program)
     steppers = [
         optimizer([p for p in reference.model.parameters() if p.requires_grad], **settings),
@@ -133,17 +140,11 @@ def compare(
         parameter_tolerance=tolerance.gradient * max(1.0, scale * float(settings["lr"]))
         if exact
         else float(settings.get("lr", 1e-3)) * max(1e-6, tolerance.gradient),
-        notes=("dropout was off in this comparison",) if compilation.program.random else (),
+        notes=("dropout was off in this comparison",) if compilation.captured.sites and not drops else (),
     )
     if report.ok:
         return report
-    return _with(report, first_divergence=first_divergence(model, compilation, batch, tolerance.gradient))
-
-
-def _with(report: Report, **changes: Any) -> Report:
-    from dataclasses import replace
-
-    return replace(report, **changes)
+    return replace(report, first_divergence=first_divergence(model, compilation, batch, tolerance.gradient))
 
 
 def tolerance_of(program: Program) -> Tolerance:
@@ -251,17 +252,19 @@ def capture_error(
     model: nn.Module, compilation: Compilation, batch: Mapping[str, Any], expected: Tensor, grads: Mapping[str, Tensor], scale: float
 ) -> float:
     """The captured graph, whole and on one device, beside the untouched model: what cutting is not to blame for."""
-    program = compilation.captured
+    program, drops = compilation.captured, compilation.options.dropout == "exact"
     if not matches(program, structured(program, flatten(program, batch), batch), model):
         program = capture(model, batch, loss=compilation.options.loss)
+    program = normalize(program, "exact") if drops else program
     state = dict(model.named_parameters(remove_duplicate=False))
     leaves = {name: state[name].detach().clone().requires_grad_(state[name].requires_grad) for name in program.parameters.values()}
     given: dict[str, Tensor] = {**rows(program, flatten(program, batch), 0, 1), **program.constants}
     given |= {placeholder: leaves[name] for placeholder, name in program.parameters.items()}
     given |= {placeholder: model.get_buffer(name) for placeholder, name in program.buffers.items()}
+    given["rng_key"] = torch.tensor([mix(0, 0), 0, 1])
     assert program.loss is not None
-    with _dropout_off():
-        loss = run(program.graph, {name: [value] for name, value in given.items()}, 1)[program.loss][0]
+    with nullcontext() if drops else NoDropout():
+        loss = run(program.graph, {name: [value] for name, value in given.items()}, 1, dropout=drops)[program.loss][0]
     loss.backward()
     worst = _relative(loss, expected)
     for name, leaf in leaves.items():
@@ -269,9 +272,3 @@ def capture_error(
             zero = torch.zeros_like(leaf)
             worst = max(worst, distance(zero if leaf.grad is None else leaf.grad, grads.get(name, zero)) / scale)
     return worst
-
-
-def _dropout_off() -> Any:
-    from tpcompile.simulate.reference import NoDropout
-
-    return NoDropout()

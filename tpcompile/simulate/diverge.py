@@ -23,12 +23,12 @@ CONVERSIONS = tuple(f"tpcompile.{name}.default" for name in ("enter", "gather", 
 
 def first_divergence(model: nn.Module, compilation: Compilation, batch: Mapping[str, Any], tolerance: float) -> Divergence | None:
     """Parameters, then values in the order of the program, then gradients in the order of backward; on the first part of the rows."""
-    replay = Replay(model, compilation)
+    replay = Replay(model, compilation, dropout=compilation.options.dropout == "exact")
     program, mesh = compilation.program, compilation.mesh
     tensors = flatten(program, batch)
     counts = replay.counts(tensors)
     part = rows(program, tensors, 0, mesh.dp * compilation.options.microbatches)
-    whole = _whole(model, compilation, part, counts)
+    whole = _whole(model, replay, part, counts)
     search = _Search(compilation, whole, tolerance, {symbol: part[name].shape[dim] for symbol, (name, dim) in program.symbols.items()})
     for number, stage in enumerate(compilation.stages):
         if found := search.parameters(stage, replay.pieces[number]):
@@ -47,14 +47,14 @@ def first_divergence(model: nn.Module, compilation: Compilation, batch: Mapping[
     return None
 
 
-def _whole(model: nn.Module, compilation: Compilation, part: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Any]:
+def _whole(model: nn.Module, replay: Replay, part: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Any]:
     """Every value of the program before it is cut, on one device, with gradients kept."""
-    program = compilation.program
+    program = replay.compilation.program
     state = dict(model.named_parameters(remove_duplicate=False))
-    given: dict[str, Any] = {**part, **counts, **program.constants, "rng_key": torch.zeros(3, dtype=torch.int64)}
+    given: dict[str, Any] = {**part, **counts, **program.constants, "rng_key": replay.key(0)}
     given |= {key: state[name].detach().clone().requires_grad_(state[name].requires_grad) for key, name in program.parameters.items()}
     given |= {key: model.get_buffer(name) for key, name in program.buffers.items()}
-    values = run(program.graph, {name: [value] for name, value in given.items()}, 1)
+    values = run(program.graph, {name: [value] for name, value in given.items()}, 1, dropout=replay.dropout)
     _keep_gradients(values.values())
     assert program.loss is not None
     values[program.loss][0].backward()

@@ -123,7 +123,8 @@ def send(line: Line, values: Values) -> Values:
     return list(_joint(line.sent("forward"), line.sent("backward"), values))
 
 
-DROPS = ("aten.alpha_dropout.default", "aten.dropout.default", "aten.feature_dropout.default", "tpcompile.dropout.default")
+OURS = ("tpcompile.dropout.default", "tpcompile.dropout_at.default")
+DROPS = ("aten.alpha_dropout.default", "aten.dropout.default", "aten.feature_dropout.default", *OURS)
 
 JOINT: Mapping[str, Callable[..., Sequence[Tensor]]] = {
     "tpcompile.enter.default": _enter,

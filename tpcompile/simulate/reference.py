@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tpcompile.passes._binding import arguments
+from tpcompile.simulate.eager import exact_dropout
 
 DROPS = (
     functional.dropout,
@@ -46,21 +47,22 @@ class NoDropout(TorchFunctionMode):
 
 
 class Reference:
-    """A copy of the user's model, trained beside the compiled one."""
+    """A copy of the user's model, trained beside the compiled one: with dropout by global index, or with none."""
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None, *, dropout: bool = False, seed: int = 0) -> None:
         self.model = copy.deepcopy(model)
         self.model.zero_grad()
-        self._loss = loss
+        self._loss, self._dropout, self._seed, self._steps = loss, dropout, seed, 0
 
     def step(self, batch: Mapping[str, Any]) -> tuple[Tensor, list[Any]]:
         """One `loss.backward()` over the whole batch: the loss, and the output's leaves."""
         args, kwargs = arguments(self.model, batch, with_loss=self._loss is not None)
-        with NoDropout():
+        with exact_dropout(self._seed, step=self._steps) if self._dropout else NoDropout():
             outputs = self.model(*args, **kwargs)
             loss = self._loss(outputs, batch) if self._loss else own_loss(outputs)
-        assert loss is not None
-        loss.backward()  # type: ignore[no-untyped-call]
+            assert loss is not None
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._steps += 1
         return loss.detach(), [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(outputs)]
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tpcompile.collectives import held_by, take
+from tpcompile.collectives import held_by, mix, take
 from tpcompile.driver import Compilation
 from tpcompile.errors import InputError
 from tpcompile.ir import Program
@@ -104,7 +104,7 @@ class Replay:
     def step(self, batch: Mapping[str, Any]) -> tuple[Tensor, list[tuple[Any, ...]]]:
         """Forward and backward of a batch: the loss, and the outputs of every part of its rows. Gradients add up in the pieces."""
         mesh, program = self.compilation.mesh, self.compilation.program
-        parts = mesh.dp * self.compilation.options.microbatches
+        parts = self.compilation.options.parts(mesh)
         tensors = flatten(program, batch)
         counts = self.counts(tensors)
         total, outputs = torch.zeros(()), []
@@ -132,12 +132,15 @@ class Replay:
 
     def feed(self, number: int, tensors: Mapping[str, Tensor], counts: Mapping[str, Tensor], index: int) -> dict[str, Values]:
         stage, program, tp = self.compilation.stages[number], self.compilation.program, self.compilation.mesh.tp
-        key = torch.tensor([self.seed, self.steps, index])
-        given: dict[str, Tensor] = {**tensors, **counts, **program.constants, "rng_key": key}
+        given: dict[str, Tensor] = {**tensors, **counts, **program.constants, "rng_key": self.key(index)}
         given |= {placeholder: self.model.get_buffer(name) for placeholder, name in stage.buffers.items()}
         feed: dict[str, Values] = {name: [given[name]] * tp for name in (*stage.inputs, *stage.buffers, *stage.constants)}
         feed |= {placeholder: list(self.pieces[number][name]) for placeholder, name in stage.parameters.items()}
         return feed
+
+    def key(self, index: int) -> Tensor:
+        """The key of dropout for one part of the rows."""
+        return torch.tensor([mix(self.seed, self.steps), index, self.compilation.options.parts(self.compilation.mesh)])
 
     def counts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """N / dp of every mean loss."""
