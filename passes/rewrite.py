@@ -263,14 +263,13 @@ def _drop_at(op: Op, writer: _Writer, layout: Layout, args: tuple[Any, ...]) -> 
     for dim, places in enumerate(layout.dims):
         if cut_factors(places):
             steps, factor = in_steps(places)
-            cut = factor.cut
-            assert isinstance(cut, Cut)
+            assert isinstance(factor.cut, Cut)
             if steps != 1 or dim == rows:
                 apart = dim
-                held = writer.number(lambda c, cut=cut: cut.ranges[c][1] - cut.ranges[c][0])
-                sizes = [steps if isinstance(steps, int) else -1, held]
+                sizes = [steps if isinstance(steps, int) else -1, _size(writer, ((factor,),))]
                 value = writer.add("call_function", torch.ops.aten.unflatten.int, (value, dim, sizes), {}, f"{op.node.name}_apart", None)
-            cuts += [dim + (apart is not None), writer.number(lambda c, cut=cut: cut.ranges[c][0]), factor.size]
+            starts = [start for start, _ in factor.cut.ranges]
+            cuts += [dim + (apart is not None), writer.number(starts.__getitem__), factor.size]
     if apart is None:
         return op.node.target, (value, *args[1:4], rows, cuts), {}
     called = (value, *args[1:4], rows + (rows > apart), cuts)

@@ -213,7 +213,7 @@ def _split_factor(factor: Factor, size: Size) -> tuple[Factor, Factor]:
 
 
 def in_steps(dim: Dim) -> tuple[Size, Factor]:
-    """A cut dimension as equal steps, in each of which a coordinate holds one range: how many steps there are, and the factor that a step is.
+    """A cut dimension as equal steps, in each of which a coordinate holds one range: how many there are, and the factor that one is.
 
     >>> steps, factor = in_steps(Layout.parse("[3·4@tp·16]", parts=2).dims[0])
     >>> f"{steps} of {factor}"

@@ -369,8 +369,8 @@ def _only(outs: Sequence[Layout | None]) -> Layout:
 
 def _own_pieces(layout: Layout) -> None:
     """Each rank draws for its own piece: of a piece that several hold, each would drop something else."""
-    for factor in (factor for dim in layout.dims for factor in cut_factors(dim)):
-        if isinstance(factor.cut, Open) and factor.cut.shared or isinstance(factor.cut, Cut) and factor.cut.overlaps:
+    for cut in (factor.cut for dim in layout.dims for factor in cut_factors(dim)):
+        if cut.overlaps if isinstance(cut, Cut) else cut is not None and cut.shared:
             raise LayoutError("dropout of heads that several ranks hold")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from tpcompile.collectives import mix
 from tpcompile.errors import Refused, TpcompileError
 from tpcompile.layout import TensorType, symbol
 from tpcompile.mesh import Mesh
@@ -32,9 +33,11 @@ def test_counts_are_of_all_rows() -> None:
     assert found["count_0"].dtype == torch.float64
 
 
-def test_keys_differ_by_microbatch_and_replica() -> None:
+def test_keys_say_which_rows_a_microbatch_has() -> None:
+    """Rows go to replicas first, then to micro-batches."""
+    mixed = mix(7, 3)
     keys = [step.rng_keys(7, 3, 2, Groups(Mesh(dp=2), rank, torch.device("cpu"), None)) for rank in range(2)]
-    assert [key.tolist() for key in keys] == [[[7, 3, 0], [7, 3, 2]], [[7, 3, 1], [7, 3, 3]]]
+    assert [key.tolist() for key in keys] == [[[mixed, 0, 4], [mixed, 1, 4]], [[mixed, 2, 4], [mixed, 3, 4]]]
     assert keys[0].dtype == torch.int64
 
 

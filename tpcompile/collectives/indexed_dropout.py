@@ -66,7 +66,7 @@ def _numbers(x: Tensor, key: Tensor, site: int, rows: int, cuts: Sequence[int]) 
 
     A whole dimension behind a cut one is counted with it: together they are a range.
     """
-    special = {dim: (start, whole) for dim, start, whole in zip(cuts[::3], cuts[1::3], cuts[2::3], strict=True)}
+    special: dict[int, tuple[Any, Any]] = {dim: (start, whole) for dim, start, whole in zip(cuts[::3], cuts[1::3], cuts[2::3], strict=True)}
     vectors: list[Tensor] = []
     stride: Any = 1  # of the dimension at hand, in elements of the whole value
     run: Any = 1  # the size of the whole dimensions behind it that are counted with it
@@ -76,9 +76,7 @@ def _numbers(x: Tensor, key: Tensor, site: int, rows: int, cuts: Sequence[int]) 
             continue
         size = x.shape[dim]
         positions = torch.arange(size * run, device=x.device)
-        start, whole = special.get(dim, (0, size))
-        if dim == rows:
-            start, whole = key[1] * size, key[2] * size
+        start, whole = (key[1] * size, key[2] * size) if dim == rows else special.get(dim, (0, size))
         if dim == rows or dim in special:
             positions += start * run
         vectors.insert(0, positions.mul_(stride).mul_(GAMMA))

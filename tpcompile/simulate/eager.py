@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 
 from tpcompile import collectives
 
+_library: Any = torch.library.Library
 KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
 
 
@@ -54,7 +55,7 @@ class _Masks:
         if self.on:
             yield
             return
-        self.on, library = True, torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self.on, library = True, _library("aten", "IMPL")
         for key in KEYS:
             library.impl("dropout", self.drop, key)
             library.impl("dropout_", self.drop_, key)
@@ -63,7 +64,7 @@ class _Masks:
                 yield
         finally:
             self.on = False
-            library._destroy()  # type: ignore[no-untyped-call]
+            library._destroy()
 
     def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What runs a part of the forward once more, from the site that is next now."""
@@ -82,19 +83,20 @@ class _Masks:
     @contextmanager
     def _repeated(self) -> Iterator[None]:
         """Have activation checkpointing, of both kinds, recompute with `again`."""
-        plain, apply = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
+        module: Any = checkpoint
+        plain, apply = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
 
         def generator(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
             return plain(self.again(function), *rest, **kwargs)
 
         def applied(function: Callable[..., Any], *rest: Any) -> Any:
             runs, again = [function], self.again(function)
-            return apply(lambda *args: (runs.pop() if runs else again)(*args), *rest)  # type: ignore[no-untyped-call]
+            return apply(lambda *args: (runs.pop() if runs else again)(*args), *rest)
 
-        checkpoint._checkpoint_without_reentrant_generator = generator
-        checkpoint.CheckpointFunction.apply = applied  # type: ignore[method-assign, assignment]
+        module._checkpoint_without_reentrant_generator = generator
+        module.CheckpointFunction.apply = applied
         try:
             yield
         finally:
-            checkpoint._checkpoint_without_reentrant_generator = plain
-            del checkpoint.CheckpointFunction.apply  # its base class has it
+            module._checkpoint_without_reentrant_generator = plain
+            del module.CheckpointFunction.apply  # its base class has it
