@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import tpcompile
 from tpcompile.collectives import COLLECTIVES
 from tpcompile.demo.model import GPT, Config
 from tpcompile.runtime.compiled import Compiled
+from tpcompile.testing import exact_dropout
 
 Batch = dict[str, Tensor]
 VOCABULARY, LR = 91, 1e-2
@@ -27,11 +29,14 @@ transformers.logging.set_verbosity_error()
 # --------------------------------------------------------------------------------------------- models and batches
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
+def gpt2(dropout: float = 0.0, recomputes: bool = False) -> nn.Module:
     """Five heads and 91 words, so that nothing divides by two."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=40, n_layer=2, n_head=5, **rates)
-    return _made(transformers.GPT2LMHeadModel, config)
+    model = _made(transformers.GPT2LMHeadModel, config)
+    if recomputes:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
 
 
 def llama() -> nn.Module:
@@ -92,10 +97,12 @@ class Case:
     loss: Callable[..., Tensor] | None = None
     overrides: tuple[tuple[str, str], ...] = ()
     lengths: tuple[int, ...] = (7, 7, 10)
+    dropout: str = "local"
 
     def __str__(self) -> str:
         name = self.model.func.__name__ if isinstance(self.model, partial) else self.model.__name__
-        return f"{name} {self.mesh}" + (f" m={self.microbatches}" if self.microbatches else "")
+        exact = " exact dropout" if self.dropout == "exact" else ""
+        return f"{name} {self.mesh}{exact}" + (f" m={self.microbatches}" if self.microbatches else "")
 
     def batches(self) -> list[Batch]:
         labels = "targets" if self.loss else "labels"
@@ -103,6 +110,7 @@ class Case:
 
     def compiled(self, model: nn.Module, mesh: Any = None) -> Compiled:
         settings = {"loss": self.loss, "microbatches": self.microbatches, "schedule": self.schedule, "overrides": dict(self.overrides)}
+        settings["dropout"] = self.dropout
         return tpcompile.compile(model, mesh or self.mesh, self.batches()[0], **settings)
 
 
@@ -151,6 +159,11 @@ def plain(tensor: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+def drawn(case: Case, step: int) -> AbstractContextManager[None]:
+    """How the untouched model drops in a step; models are made after `torch.manual_seed(0)`, so that 0 is the seed."""
+    return exact_dropout(0, step=step) if case.dropout == "exact" else nullcontext()
+
+
 def eager_loss(case: Case, model: nn.Module, rows: Batch) -> Tensor:
     if case.loss is None:
         loss: Tensor = model(**rows)["loss"]
@@ -166,10 +179,14 @@ def train(case: Case) -> Found:
 
 def train_both_schedules(case: Case) -> list[Found]:
     """The same under 1F1B and GPipe. The schedule is the runtime's alone: what the compiler made serves both."""
+    return [steps(case, compiled) for compiled in both_schedules(case)]
+
+
+def both_schedules(case: Case) -> list[Compiled]:
     compiled = case.compiled(case.model())
     other = Compiled(compiled.model, compiled.mesh, replace(compiled.options, schedule="gpipe"), None)
     other._compilations = list(compiled._compilations)
-    return [steps(case, compiled), steps(case, other)]
+    return [compiled, other]
 
 
 def steps(case: Case, compiled: Compiled) -> Found:
@@ -179,9 +196,11 @@ def steps(case: Case, compiled: Compiled) -> Found:
     pieces, whole = compiled.program().parameters, dict(alone.named_parameters())
     found = Found(compiled.program().coordinates, names=frozenset(name for name, _ in compiled.named_parameters()))
     small = {name: torch.zeros_like(value, dtype=torch.bool) for name, value in whole.items()}
-    for rows in case.batches():
-        loss, expected = compiled.train_step(**rows), eager_loss(case, alone, rows)
-        expected.backward()
+    for step, rows in enumerate(case.batches()):
+        loss = compiled.train_step(**rows)
+        with drawn(case, step):
+            expected = eager_loss(case, alone, rows)
+            expected.backward()
         found.losses.append(loss.item())
         found.loss_errors.append(abs(loss.item() - expected.item()))
         found.spacing = max(found.spacing, spacing(expected))
@@ -280,3 +299,12 @@ def dropout(case: Case) -> Masked:
     whole = {name: plain(p).clone() for name, p in compiled.named_parameters() if pieces[name].dim is None}
     logits = compiled(**rows).logits.detach() if compiled.mesh.pp == 1 else None
     return Masked(compiled.program().coordinates, losses, whole, logits)
+
+
+def dropout_of_schedules(case: Case) -> list[list[Tensor]]:
+    """The loss and all gradients of two steps on the same batch, under 1F1B and under GPipe."""
+    found = []
+    for compiled in both_schedules(case):
+        losses = [compiled.train_step(**case.batches()[0]) for _ in range(2)]
+        found.append([*losses, *(plain(p.grad).clone() for _, p in compiled.named_parameters() if p.grad is not None)])
+    return found

@@ -33,6 +33,7 @@ LAUNCHES: dict[str, list[tuple[Any, Case]]] = {
         (workers.called, Case(workers.gpt2, "tp=2", exact=False)),
         (workers.collectives, Case(workers.llama, "tp=2", overrides=(("lm_head", "column"),))),
         (workers.dropout, Case(partial(workers.gpt2, 0.1), "tp=2")),
+        (workers.train, Case(partial(workers.gpt2, 0.1), "tp=2", loss=workers.double_loss, dropout="exact")),
     ],
     "pp=2": pipelined("pp=2"),
     "dp=2": [(workers.train, Case(workers.bert, "dp=2")), (workers.train, Case(workers.bert, "dp=2", microbatches=4))],
@@ -40,7 +41,12 @@ LAUNCHES: dict[str, list[tuple[Any, Case]]] = {
         (workers.train_on_own_mesh, Case(workers.gpt, "pp=2,tp=2")),
         (workers.collectives, Case(workers.gpt, "pp=2,tp=2", "gpipe")),
     ],
-    ALL: [*pipelined(ALL), (workers.dropout, Case(partial(workers.gpt2, 0.1), ALL))],
+    ALL: [
+        *pipelined(ALL),
+        (workers.dropout, Case(partial(workers.gpt2, 0.1), ALL)),
+        (workers.dropout_of_schedules, Case(partial(workers.gpt2, 0.1), ALL, microbatches=4)),
+        (workers.train_both_schedules, Case(partial(workers.gpt2, 0.1, recomputes=True), ALL, loss=workers.double_loss, dropout="exact")),
+    ],
 }
 
 
@@ -123,3 +129,11 @@ def test_dropout_trains_and_whole_values_stay_equal(mesh: str, job: int) -> None
         assert found.whole.keys() == first.whole.keys() and found.whole
         assert all(torch.equal(value, first.whole[name]) for name, value in found.whole.items())
         assert found.logits is None or torch.equal(found.logits, first.logits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mesh", "job"), jobs(workers.dropout_of_schedules))
+def test_every_schedule_draws_the_same_masks(mesh: str, job: int) -> None:
+    """Micro-batches run in other orders, and so does what they add up to."""
+    for one, other in results(mesh)[job]:
+        assert len(one) == len(other) > 10 and one[0] != one[1], "two steps drop differently"
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""With dropout="exact" every mesh trains as one device does: the untouched model drops by global index too, and all numbers are compared."""
+"""With dropout="exact" every mesh trains as one device: the untouched model drops by global index too, and all numbers are compared."""
 
 from __future__ import annotations
 

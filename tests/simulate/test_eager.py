@@ -75,7 +75,8 @@ class Layers(nn.Module):
         torch.manual_seed(0)
         self.reentrant = reentrant
         self.embed, self.head = nn.Embedding(11, 12), nn.Linear(12, 11)
-        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 20), nn.Linear(20, 12)]) for _ in range(3))
+        sizes = ((12, 36), (12, 12), (12, 20), (20, 12))
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(*size) for size in sizes) for _ in range(3))
 
     def layer(self, x: Tensor, index: int) -> Tensor:
         qkv, out, up, down = self.layers[index]  # type: ignore[misc]
