@@ -32,7 +32,7 @@ def test_classic_3d_32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "ranks_per_node", "words"),
+    ("mesh", "devices_per_node", "words"),
     [
         ("dp=2,tp=8", 8, ""),
         ("dp=2,tp=16", 8, "ranks 0–15, 16–31"),
@@ -41,12 +41,12 @@ def test_classic_3d_32() -> None:
         ("dp=32,tp=16", 8, "ranks 0–15, 16–31, 32–47 and 29 more"),
     ],
 )
-def test_tp_across_nodes_warns(mesh: str, ranks_per_node: int, words: str) -> None:
+def test_tp_across_nodes_warns(mesh: str, devices_per_node: int, words: str) -> None:
     """Tensor ranks talk in every layer: a plan says which of their groups do not fit on one node."""
     model = GPT(Config(layers=1, heads=16, hidden=32, inner=48))
     ids = torch.zeros(64, 6, dtype=torch.int64)
-    plan = tpcompile.compile(model, mesh, {"input_ids": ids}).explain(ranks_per_node=ranks_per_node)
-    warning = f"warning: tensor groups cross nodes of {ranks_per_node} ranks, and slow down every layer: {words}"
+    plan = tpcompile.compile(model, mesh, {"input_ids": ids}).explain(devices_per_node=devices_per_node)
+    warning = f"warning: tensor groups cross nodes of {devices_per_node} ranks, and slow down every layer: {words}"
     assert (warning in plan.splitlines()) == bool(words)
     assert ("warning" in plan) == bool(words)
 

@@ -93,9 +93,9 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
 RING: Mapping[str, Callable[[Size], Size]] = MappingProxyType(
     {
         "all_gather": lambda ranks: ranks - 1,
-        "all_reduce": lambda ranks: 2 * sympy.Integer(1) * (ranks - 1) / ranks,
+        "all_reduce": lambda ranks: 2 - sympy.Integer(2) / ranks,
         "broadcast": lambda ranks: 1,
-        "reduce_scatter": lambda ranks: sympy.Integer(1) * (ranks - 1) / ranks,
+        "reduce_scatter": lambda ranks: 1 - sympy.Integer(1) / ranks,
         "send": lambda ranks: 1,
     }
 )

@@ -12,6 +12,7 @@ from rich.text import Text
 from tpcompile.cost import all_flops, evaluate
 from tpcompile.driver import Compilation
 from tpcompile.inspect import nodes
+from tpcompile.inspect.calls import AXES, MICROBATCHES, Calls, calls, formula, known, value
 from tpcompile.inspect.fold import fold, spell, split_layer
 from tpcompile.inspect.options import options
 from tpcompile.inspect.traffic import traffic
@@ -24,8 +25,8 @@ WIDTH = 160
 Layouts = Mapping[str, Layout | tuple[Layout, ...]]
 
 
-def explain(compilation: Compilation, width: int = WIDTH, ranks_per_node: int | None = None) -> str:
-    """The plan of a compiled model, for people: mesh, regions, what stays whole, stages, parameters per rank.
+def explain(compilation: Compilation, width: int = WIDTH, devices_per_node: int | None = None) -> str:
+    """The plan of a compiled model, for people: mesh, regions, what stays whole, stages, parameters per rank, traffic of a step.
 
     cut over tp           found      weights                                   forward       backward
     blocks.0–3.mlp        mlp        up.weight [230@tp, 60]  down.weight …     1 all-reduce  1 all-reduce
@@ -33,10 +34,11 @@ def explain(compilation: Compilation, width: int = WIDTH, ranks_per_node: int | 
     console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as capture:
         for part in (
-            _mesh(compilation.mesh, nodes.ranks_per_node(ranks_per_node)),
+            _mesh(compilation.mesh, nodes.devices_per_node(devices_per_node)),
             *_cuts(compilation),
             _stages(compilation),
             *_shared(compilation),
+            *_traffic(compilation),
         ):
             console.print(part)
             console.print()
@@ -143,11 +145,28 @@ def _shared(compilation: Compilation) -> Iterator[RenderableType]:
             yield Text(f"{name} is on stages {', '.join(map(str, stages))}: its gradients are summed")
 
 
+def _traffic(compilation: Compilation) -> Iterator[RenderableType]:
+    """What a rank hands to the process groups in a step; stages that do the same share a line."""
+    rows: dict[tuple[Calls, tuple[int, ...]], list[int]] = {}
+    for stage in compilation.stages:
+        sizes = known(compilation, stage)
+        for row in calls(compilation, stage):
+            values = tuple(value(size, sizes) for size in (row.count, row.bytes, row.sent))
+            rows.setdefault((row, values), []).append(stage.index)
+    if not rows:
+        return
+    at = ", ".join(f"{symbol}={size}" for symbol, size in (*compilation.sizes.items(), (MICROBATCHES, compilation.options.microbatches)))
+    headings = ("calls in a step", "", "stage", "", "count", "", "bytes that a rank gives", f"at {at}", "sent in a ring", "")
+    table = _table(*headings, right=(5, 7, 9))
+    for (row, values), stages in sorted(rows.items(), key=lambda item: (AXES.index(item[0][0].axis), item[1])):
+        shown = [text for size, number in zip((row.count, row.bytes, row.sent), values, strict=True) for text in (formula(size), f"{number:,}")]
+        table.add_row(row.axis, row.direction, spell(map(str, stages)), row.call.replace("_", "-"), *shown)
+    yield table
+
+
 def _flops(compilation: Compilation) -> tuple[list[int], str]:
-    """Forward FLOPs of every stage, of one row and 128 positions where sizes are open; and a word on these."""
-    program, origins = compilation.program, compilation.local.origins
-    rows = {(name, given.batch_dim) for name, given in program.inputs.items()}
-    sizes = {symbol: 1 if place in rows else 128 for symbol, place in program.symbols.items()}
+    """Forward FLOPs of every stage at the example batch's sizes; and a word on these."""
+    program, origins, sizes = compilation.program, compilation.local.origins, compilation.sizes
     costs = {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
     word = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
     stages = [sum(costs.get(origins.get(node.name, node.name), 0) for node in stage.graph.nodes) for stage in compilation.stages]

@@ -10,7 +10,7 @@ from tpcompile.mesh import Mesh
 _SHOWN = 3
 
 
-def ranks_per_node(given: int | None) -> int:
+def devices_per_node(given: int | None) -> int:
     """As given, else as many as the launcher started here, else 8."""
     return given or int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
 

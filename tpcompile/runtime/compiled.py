@@ -111,15 +111,15 @@ class Compiled:
         """The graph after each pass, by the pass's name."""
         return self.compilation.history
 
-    def explain(self, *, ranks_per_node: int | None = None) -> str:
+    def explain(self, *, devices_per_node: int | None = None) -> str:
         """The plan: what was found, how it was cut, what was left whole and why.
 
-        Tensor-parallel groups that cross nodes of `ranks_per_node` ranks are warned of; by default a node has as many ranks as the
+        Tensor-parallel groups that cross nodes of `devices_per_node` devices are warned of; by default a node has as many ranks as the
         launcher started on this one, or 8.
         """
         from tpcompile.inspect.explain import explain
 
-        return explain(self.compilation, ranks_per_node=ranks_per_node)
+        return explain(self.compilation, devices_per_node=devices_per_node)
 
     def program(self, rank: int | None = None) -> RankProgram:
         """What a rank runs; by default this process's rank. Any rank's can be read, and a process that runs gets its own."""

@@ -25,6 +25,7 @@ from tpcompile.simulate.lockstep import run
 from tpcompile.simulate.reference import NoDropout, Reference, weighted_sum
 from tpcompile.simulate.replay import Replay, flatten, rows, structured
 from tpcompile.simulate.report import Report, Tolerance
+from tpcompile.simulate.traffic import differences, promised
 
 TOLERANCES: Mapping[torch.dtype, Tolerance] = {
     torch.float64: Tolerance(1e-10, 1e-9),
@@ -122,6 +123,7 @@ def compare(
             grads = {name: p.grad.clone() for name, p in mine.items() if p.grad is not None}
             first = (expected, loss, _output_error(compilation.program, outputs, made), dict(_grad_errors(replay, mine, scale)))
             captured = capture_error(model, compilation, batch, expected, grads, scale)
+            moved = replay.wire.totals()
         for stepper in steppers:
             stepper.step()
     exact = optimizer is torch.optim.SGD
@@ -140,11 +142,20 @@ def compare(
         parameter_tolerance=tolerance.gradient * max(1.0, scale * float(settings["lr"]))
         if exact
         else float(settings.get("lr", 1e-3)) * max(1e-6, tolerance.gradient),
+        traffic=moved,
+        traffic_errors=differences(promised(compilation, _sizes(compilation, batch)), moved),
         notes=("dropout was off in this comparison",) if compilation.captured.sites and not drops else (),
     )
     if report.ok:
         return report
     return replace(report, first_divergence=first_divergence(model, compilation, batch, tolerance.gradient))
+
+
+def _sizes(compilation: Compilation, batch: Mapping[str, Any]) -> dict[Any, int]:
+    """The sizes of one micro-batch."""
+    program = compilation.program
+    part = rows(program, flatten(program, batch), 0, compilation.mesh.dp * compilation.options.microbatches)
+    return {symbol: part[name].shape[dim] for symbol, (name, dim) in program.symbols.items()}
 
 
 def tolerance_of(program: Program) -> Tolerance:

@@ -118,9 +118,9 @@ def _shared(line: Line, values: Values, dim: int, bounds: Sequence[int]) -> Sequ
     return _joint(copies, line.sums_of_common("backward", dim, bounds), values)
 
 
-def send(line: Line, values: Values) -> Values:
+def send(out: Line, back: Line, values: Values) -> Values:
     """A value as the next stage gets it; its gradient comes back the same way."""
-    return list(_joint(line.sent("forward"), line.sent("backward"), values))
+    return list(_joint(out.sends("forward"), back.sends("backward"), values))
 
 
 OURS = ("tpcompile.dropout.default", "tpcompile.dropout_at.default")

@@ -13,7 +13,9 @@ from tpcompile.collectives import held_by, mix, take
 from tpcompile.driver import Compilation
 from tpcompile.errors import InputError
 from tpcompile.ir import Program
-from tpcompile.simulate.lockstep import Values, run
+from tpcompile.simulate.lockstep import Values, run, send
+from tpcompile.simulate.wire import Wire
+from tpcompile.timeline import shared_weights
 
 Pieces = dict[str, list[Tensor]]
 """A stage's parameters by qualified name: one local piece for every coordinate of the tensor axis."""
@@ -83,6 +85,7 @@ class Replay:
     compilation: Compilation
     dropout: bool = False
     pieces: list[Pieces] = field(default_factory=list)  # for each stage
+    wire: Wire = field(default_factory=Wire)  # what the ranks of one replica hand to each other, since the last step began
     seed: int = 0
     steps: int = 0
 
@@ -106,27 +109,36 @@ class Replay:
         mesh, program = self.compilation.mesh, self.compilation.program
         parts = self.compilation.options.parts(mesh)
         tensors = flatten(program, batch)
+        self.wire.moved.clear()
         counts = self.counts(tensors)
         total, outputs = torch.zeros(()), []
         for index in range(parts):
-            values = self.forward(rows(program, tensors, index, parts), counts, index)
+            wire = self.wire if index < self.compilation.options.microbatches else Wire()
+            values = self.forward(rows(program, tensors, index, parts), counts, index, wire)
             returned = values[-1]["output"]
             losses = [output[0] for output in returned]
             torch.autograd.backward(losses, [torch.full_like(loss, 1 / mesh.dp) for loss in losses])
             total = total + losses[0].detach() / mesh.dp
             outputs.append(tuple(value.detach() for value in returned[0]))
+        self.note_gradients()
         self.tie()
+        self.note_loss(total)
         self.steps += 1
         return total, outputs
 
-    def forward(self, tensors: Mapping[str, Tensor], counts: Mapping[str, Tensor], index: int = 0) -> list[dict[str, Values]]:
+    def forward(
+        self, tensors: Mapping[str, Tensor], counts: Mapping[str, Tensor], index: int = 0, wire: Wire | None = None
+    ) -> list[dict[str, Values]]:
         """Every value of every stage on one part of the rows."""
-        tp, received = self.compilation.mesh.tp, dict[str, Values]()
+        tp, received, wire = self.compilation.mesh.tp, dict[str, Values](), wire or Wire()
         made = []
         for number, stage in enumerate(self.compilation.stages):
             feed = self.feed(number, tensors, counts, index) | received
-            values = run(stage.graph, feed, tp, dropout=self.dropout)
-            received = {boundary.name: values[boundary.name] for boundary in stage.sends}
+            values = run(stage.graph, feed, tp, dropout=self.dropout, wire=wire, stage=number)
+            received = {
+                name: send(wire.line(number, name, "pp"), wire.line(number + 1, name, "pp"), values[name])
+                for name in (boundary.name for boundary in stage.sends)
+            }
             made.append(values)
         return made
 
@@ -147,6 +159,9 @@ class Replay:
         program, mesh = self.compilation.program, self.compilation.mesh
         parts = mesh.dp * self.compilation.options.microbatches
         found = {count.name: counted(count.graph, self.model, program, tensors, parts) / mesh.dp for count in program.counts}
+        for count in program.counts if mesh.dp > 1 else ():
+            for stage in range(mesh.pp) if count.graph is not None else ():
+                self.wire.note(stage, "dp", "step", "all_reduce", count.name, found[count.name])
         return {name: value.to(program.types[name].dtype) for name, value in found.items()}  # type: ignore[union-attr]
 
     def tie(self) -> None:
@@ -158,6 +173,25 @@ class Replay:
                 grads = [piece.grad for piece in same if piece.grad is not None]
                 for piece in same if grads else ():
                     piece.grad = torch.stack(grads).sum(0)
+
+    def note_gradients(self) -> None:
+        """What replicas give to each other, and stages that hold the same weight."""
+        mesh, holders = self.compilation.mesh, shared_weights(self.compilation.stages)
+        for stage, held in enumerate(self.pieces):
+            grads = {name: grad for name, pieces in held.items() if (grad := pieces[self.wire.rank].grad) is not None}
+            for dtype in dict.fromkeys(grad.dtype for grad in grads.values()) if mesh.dp > 1 else ():
+                self.wire.note(stage, "dp", "backward", "all_reduce", "gradients", *(g for g in grads.values() if g.dtype == dtype))
+            for name in holders:
+                if name in grads:
+                    self.wire.note(stage, "pp", "backward", "all_reduce", name, grads[name])
+
+    def note_loss(self, total: Tensor) -> None:
+        """The loss goes from the last stage, summed over replicas, to all."""
+        mesh = self.compilation.mesh
+        if mesh.dp > 1:
+            self.wire.note(mesh.pp - 1, "dp", "step", "all_reduce", "loss", total.double())
+        for stage in range(mesh.pp) if mesh.pp > 1 else ():
+            self.wire.note(stage, "pp", "step", "broadcast", "loss", total.double())
 
     def optimizers(self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
         """One optimizer for every rank of every stage."""

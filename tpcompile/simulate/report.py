@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from tpcompile.simulate.wire import Total
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -52,13 +54,15 @@ class Report:
     capture_error: float = 0.0  # the captured graph beside the untouched model, before anything is cut
     first_divergence: Divergence | None = None
     notes: tuple[str, ...] = ()
+    traffic: tuple[Total, ...] = ()  # what the ranks of one replica handed to each other in the first step
+    traffic_errors: tuple[str, ...] = ()  # where the compiler's formulas say otherwise
     parameter_tolerance: float = field(default=0.0)
 
     @property
     def ok(self) -> bool:
         worst = max([*self.grad_errors.values(), self.capture_error], default=0.0)
         close = self.loss_error <= self.tolerance.loss and max(self.output_error, worst) <= self.tolerance.gradient
-        return close and max(self.parameter_errors.values(), default=0.0) <= self.parameter_tolerance
+        return close and not self.traffic_errors and max(self.parameter_errors.values(), default=0.0) <= self.parameter_tolerance
 
     def to_json(self) -> str:
         """All figures, as JSON."""
@@ -75,6 +79,8 @@ class Report:
             "skipped": self.skipped,
             "first_divergence": vars(self.first_divergence) if self.first_divergence else None,
             "notes": list(self.notes),
+            "traffic": [vars(total) for total in self.traffic],
+            "traffic_errors": list(self.traffic_errors),
         }
         return json.dumps(shown, indent=2)
 
@@ -93,6 +99,8 @@ class Report:
             table.add_row(what, f"{error:.1e}", f"{allowed:.0e}", where, style="" if error <= allowed else "bold red")
         if self.first_divergence:
             table.add_row("first that differs", f"{self.first_divergence.error:.1e}", "", str(self.first_divergence), style="bold red")
+        for difference in self.traffic_errors:
+            table.add_row("traffic", "", "", difference, style="bold red")
         for note in self.notes:
             table.add_row("note", "", "", note)
         return table

@@ -30,6 +30,18 @@ class Moved:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Total:
+    """The calls of one kind that a rank of a stage made in a step."""
+
+    stage: int
+    axis: str
+    direction: str
+    call: str
+    count: int
+    bytes: int
+
+
 @dataclass
 class Wire:
     """All calls so far, in their order. `rank` is the tensor coordinate whose bytes are noted."""
@@ -44,16 +56,13 @@ class Wire:
     def line(self, stage: int, value: str, axis: str = "tp") -> Line:
         return Line(self, stage, axis, value)
 
-    def totals(self) -> Counter[tuple[int, str, str, str]]:
-        """How many calls: by stage, axis, direction and call."""
-        return Counter((m.stage, m.axis, m.direction, m.call) for m in self.moved)
-
-    def bytes(self) -> Counter[tuple[int, str, str, str]]:
-        """How many bytes a rank gave to them."""
-        found = Counter[tuple[int, str, str, str]]()
+    def totals(self) -> tuple[Total, ...]:
+        """How often, and how much, by stage, axis, direction and call."""
+        counts, sizes = Counter[tuple[int, str, str, str]](), Counter[tuple[int, str, str, str]]()
         for m in self.moved:
-            found[m.stage, m.axis, m.direction, m.call] += m.bytes
-        return found
+            counts[m.stage, m.axis, m.direction, m.call] += 1
+            sizes[m.stage, m.axis, m.direction, m.call] += m.bytes
+        return tuple(Total(*key, counts[key], sizes[key]) for key in sorted(counts))
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class Line:
 
         return work
 
-    def sent(self, direction: str) -> Work:
+    def sends(self, direction: str) -> Work:
         """Every rank sends its value to its neighbour along the axis."""
 
         def work(*values: Tensor) -> list[Tensor]:
