@@ -51,6 +51,15 @@ def test_tp_across_nodes_warns(mesh: str, devices_per_node: int, words: str) -> 
     assert ("warning" in plan) == bool(words)
 
 
+def test_a_node_has_as_many_ranks_as_the_launcher_started_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(Config(layers=1, heads=4, hidden=32, inner=48))
+    compiled = tpcompile.compile(model, "dp=2,tp=4", {"input_ids": torch.zeros(2, 6, dtype=torch.int64)})
+    assert "warning" not in compiled.explain()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "warning: tensor groups cross nodes of 2 ranks, and slow down every layer: ranks 0–3, 4–7" in compiled.explain().splitlines()
+    assert "warning" not in compiled.explain(devices_per_node=8)
+
+
 # ------------------------------------------------------------------------------------------------- 512 B parameters
 
 

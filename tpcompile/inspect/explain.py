@@ -159,7 +159,9 @@ def _traffic(compilation: Compilation) -> Iterator[RenderableType]:
     headings = ("calls in a step", "", "stage", "", "count", "", "bytes that a rank gives", f"at {at}", "sent in a ring", "")
     table = _table(*headings, right=(5, 7, 9))
     for (row, values), stages in sorted(rows.items(), key=lambda item: (AXES.index(item[0][0].axis), item[1])):
-        shown = [text for size, number in zip((row.count, row.bytes, row.sent), values, strict=True) for text in (formula(size), f"{number:,}")]
+        shown = [
+            text for size, number in zip((row.count, row.bytes, row.sent), values, strict=True) for text in (formula(size), f"{number:,}")
+        ]
         table.add_row(row.axis, row.direction, spell(map(str, stages)), row.call.replace("_", "-"), *shown)
     yield table
 

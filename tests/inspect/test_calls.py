@@ -1,0 +1,64 @@
+"""The calls of a step as `explain` prints them: by formula, and counted in the graph."""
+
+from __future__ import annotations
+
+import counting
+import pytest
+from parity_models import compiled, made
+
+from tpcompile.inspect.calls import calls, formula, known, value
+from tpcompile.inspect.explain import explain
+from tpcompile.simulate import compare
+
+FORMULAS = {  # per micro-batch: all-reduces forward and backward of L layers
+    "llama": ("2·L·m", "2·L·m"),
+    "neox": ("L·m", "2·L·m"),  # attention and MLP side by side, each behind a norm of its own
+    "gpt": ("2·L·m", "2·L·m"),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_all_reduces_of_a_layer(name: str) -> None:
+    compilation = compiled(name, "tp=2")
+    (stage,) = compilation.stages
+    rows = {(row.direction, row.call): row for row in calls(compilation, stage) if row.axis == "tp"}
+    sizes = known(compilation, stage)
+    forward, backward = rows["forward", "all_reduce"], rows["backward", "all_reduce"]
+    assert (formula(forward.count), formula(backward.count)) == FORMULAS[name]
+    graph = compilation.rank_program(made(name)[0], 1).graph
+    assert value(forward.count, sizes) == counting.forward(graph)["all_reduce"]
+    assert value(backward.count, sizes) == counting.backward(graph)["all_reduce"]
+
+
+def test_bytes_are_those_of_the_residual_stream() -> None:
+    """A reduction is of b rows of s positions of the hidden size, 16 numbers of 8 bytes, for each of 2 layers' two regions."""
+    compilation = compiled("llama", "tp=2")
+    (stage,) = compilation.stages
+    (forward,) = [row for row in calls(compilation, stage) if (row.axis, row.direction) == ("tp", "forward")]
+    assert formula(forward.bytes) == "256·L·b·m·s" and 256 == 2 * 16 * 8
+    assert formula(forward.sent) == "256·L·b·m·s·(2 - 2/tp)"
+    assert value(forward.bytes, known(compilation, stage)) == 256 * 2 * 8 * 6
+
+
+def test_what_is_printed_is_what_the_checker_moves() -> None:
+    """Every number of the table, over all axes, beside the bytes that a lockstep run hands on."""
+    compilation = compiled("gpt2", "dp=2,pp=2,tp=2")
+    model, batch, _ = made("gpt2")
+    moved = {(t.stage, t.axis, t.direction, t.call): (t.count, t.bytes) for t in compare(model, compilation, batch).traffic}
+    for stage in compilation.stages:
+        sizes = known(compilation, stage)
+        for row in calls(compilation, stage):
+            if row.axis != "all":
+                key = stage.index, row.axis, row.direction, row.call
+                assert moved.pop(key) == (value(row.count, sizes), value(row.bytes, sizes)), key
+    assert not moved
+
+
+def test_stages_that_do_the_same_share_a_line() -> None:
+    lines = [line.split() for line in explain(compiled("gpt", "pp=2,tp=2")).splitlines()]
+    assert ["tp", "forward", "0–1", "all-reduce", "2·m", "4", "320·b·m·s", "15,360", "320·b·m·s·(2", "-", "2/tp)", "15,360"] in lines
+    assert ["pp", "forward", "0", "send", "m", "2", "160·b·m·s", "7,680", "160·b·m·s", "7,680"] in lines
+
+
+def test_one_rank_says_nothing() -> None:
+    assert "calls in a step" not in explain(compiled("gpt", "tp=1"))
