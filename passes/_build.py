@@ -19,6 +19,7 @@ from tpcompile.passes._call import no_parameter
 from tpcompile.passes._dropout import drops
 from tpcompile.passes._export import Exported
 from tpcompile.passes._functional import functionalize, refuse_hidden_updates
+from tpcompile.passes._functions import prove_rules, refuse_shared_memory
 from tpcompile.passes._gradients import connected, drop_copies, stop_gradients
 from tpcompile.passes._guards import guards_of
 from tpcompile.passes._inline import Flattener
@@ -166,8 +167,10 @@ class Builder:
         state = self._of("parameter") + [node for node in self._of("buffer") + self._of("input") if _requires_grad(node)]
         fixed = {node: f"{holder.kind} {holder.name}" for node, holder in self.holders.items() if holder.kind in ("parameter", "buffer")}
         refuse_hidden_updates(self.work)
+        refuse_shared_memory(self.work)
         functionalize(self.work, fixed, connected(self.work, state))
         stop_gradients(self.work, state)
+        prove_rules(self.work, connected(self.work, state))
         drop_copies(self.work)
 
     def _call(self, node: fx.Node) -> None:

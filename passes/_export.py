@@ -19,7 +19,8 @@ from torch.utils import checkpoint
 
 from tpcompile.errors import CaptureError, TpcompileError
 from tpcompile.passes._call import Call, Found, Record
-from tpcompile.passes._reasons import raised_at, reason_of, user_code, user_line
+from tpcompile.passes._functions import keep
+from tpcompile.passes._reasons import raised_at, reason_of, user_line
 
 RECOMPUTES = "the model's own activation checkpointing is left out"
 
@@ -107,7 +108,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _watching(record: Record) -> Iterator[None]:
-    """Notice every autograd.Function, since export keeps its forward and drops its backward, and activation checkpointing."""
+    """Keep every autograd.Function, of which export would drop the backward, and notice activation checkpointing."""
     apply, generator = torch.autograd.Function.__dict__["apply"], checkpoint._checkpoint_without_reentrant_generator
 
     def watched(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -116,8 +117,11 @@ def _watching(record: Record) -> Iterator[None]:
             function, _, *operands = args
             return function(*operands)
         if not cls.__module__.startswith("torch.") and _needs_backward((args, kwargs)):
-            record.refused = _own_backward(cls)
-            raise record.refused
+            try:
+                return keep(cls, args, kwargs)
+            except CaptureError as error:
+                record.refused = error
+                raise
         return apply.__get__(None, cls)(*args, **kwargs)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -136,12 +140,3 @@ def _watching(record: Record) -> Iterator[None]:
 def _needs_backward(arguments: Any) -> bool:
     leaves = pytree.tree_leaves(arguments)
     return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-
-
-def _own_backward(cls: type) -> CaptureError:
-    return CaptureError(
-        f"{cls.__qualname__} is an autograd.Function: torch.export would keep its forward and lose its backward",
-        at=user_code(),
-        source=user_line(),
-        fix="write it with torch operations, or as a torch.library.custom_op with register_autograd",
-    )

@@ -18,7 +18,7 @@ from tpcompile.factors import LayoutError
 from tpcompile.ir import Program
 from tpcompile.layout import Dim, Factor, Layout, Size, TensorType, cut_factors, same_dim, whole
 from tpcompile.passes._orders import ROWS, Orders
-from tpcompile.rules import RESHAPES, argument, aten_names, forward, has_rule, op_name, view_op
+from tpcompile.rules import RESHAPES, argument, aten_names, forward, has_rule, no_rule, op_name, view_op
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Rows:
                 raise LayoutError("it computes with the number of a row")
             self.counting.add(node)
         if not has_rule(op):
-            raise LayoutError(f"no rule for {op.name}")
+            raise LayoutError(no_rule(op))
         made = forward(op, [self.layouts[operand][0] for operand in op.operands])
         if any(layout.partial for layout in made):
             raise LayoutError("it sums over the rows")

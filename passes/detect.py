@@ -11,7 +11,7 @@ from torch import fx
 from tpcompile.factors import LayoutError, join
 from tpcompile.ir import Cone, Kind, Program
 from tpcompile.layout import Dim, Factor, Layout, Open, TensorType
-from tpcompile.rules import RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, op_name, view_op
+from tpcompile.rules import RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, view_op
 
 ATTENDS = ("softmax", "attention")
 """An operation whose name has one of these makes a region attention: its heads are what is cut."""
@@ -128,7 +128,7 @@ class _Walk:
         outs = self.outputs(node)
         try:
             if not has_rule(op):
-                raise LayoutError(f"no rule for {op.name}")
+                raise LayoutError(no_rule(op))
             ins = backward(op, outs)
             full = forward(op, ins) if node in self.items else [self.needs[node]]
         except LayoutError as error:

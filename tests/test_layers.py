@@ -13,6 +13,7 @@ LAYERS = (
     ("errors",),
     ("mesh",),
     ("layout",),
+    ("functions",),
     ("factors",),
     ("operation",),
     ("rule_texts",),

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from tpcompile.factors import LayoutError, concatenate, divide, divides, in_steps, join, quotient, reshape
+from tpcompile.functions import kept
 from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, size_of, whole, whole_dim
 from tpcompile.operation import Op as Op
 from tpcompile.operation import argument as argument
@@ -262,8 +263,10 @@ def rule_text(op: Op) -> str:
     rule = RULES.get(op.name)
     if rule is None and is_pointwise(op):
         return ", ".join(["..."] * len(op.ins)) + " -> " + ", ".join(["..."] * len(op.outs))
-    if rule is None:
-        raise LayoutError(f"no rule for {op.name}")
+    if rule is None and (way := kept(op.node.target)) is not None:
+        rule = way.rule
+    if not rule:
+        raise LayoutError(no_rule(op))
     return rule if isinstance(rule, str) else rule(op)
 
 
@@ -292,7 +295,14 @@ def is_pointwise(op: Op) -> bool:
 
 
 def has_rule(op: Op) -> bool:
-    return op.name in RULES or op.name in RESHAPES or op.name in SPLITS or is_pointwise(op)
+    way = kept(op.node.target)
+    return op.name in RULES or op.name in RESHAPES or op.name in SPLITS or is_pointwise(op) or bool(way and way.rule)
+
+
+def no_rule(op: Op) -> str:
+    """Why an operation has no rule."""
+    way = kept(op.node.target)
+    return way.reason if way and way.reason else f"no rule for {op.name}"
 
 
 @dataclass(frozen=True)
