@@ -91,8 +91,16 @@ def _prove(way: Kept, examples: Sequence[Example], found: Sequence[Trace], lette
 
 def _steps(trace: Trace) -> list[tuple[Any, ...]]:
     """What is computed, in order, with all that is no tensor and no size."""
-    nodes = [node for node in trace.calls if op_name(node) not in SHAPES and _tensors(node.meta["val"])]
+    nodes = [node for node in trace.calls if op_name(node) not in SHAPES and _tensors(node.meta["val"]) and not _takes_all(trace, node)]
     return [(op_name(node), *(leaf for leaf in _leaves(node) if not isinstance(leaf, fx.Node))) for node in nodes]
+
+
+def _takes_all(trace: Trace, node: fx.Node) -> bool:
+    """x[:], which is left out where a size is one."""
+    if op_name(node) != "aten.slice.Tensor":
+        return False
+    before, after = ([trace.size(size) for size in value.meta["val"].shape] for value in (node.all_input_nodes[0], node))
+    return before == after
 
 
 def _check(trace: Trace, letter: Size) -> None:

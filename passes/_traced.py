@@ -25,9 +25,13 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class Example:
-    """An operand: a tensor's sizes, its dimensions by falling stride, and its type; or a size alone."""
+    """An operand: a tensor's sizes, its dimensions by falling stride, and its type; or a size alone.
+
+    Dimensions whose sizes are the same expression of the batch's have one symbol: the code may ask for an order between them.
+    """
 
     sizes: tuple[int, ...]
+    names: tuple[str, ...]  # the expressions; "" for a whole number
     order: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     device: torch.device | None = None
@@ -36,10 +40,14 @@ class Example:
     @classmethod
     def of(cls, value: Any, flows: bool) -> Example:
         if not isinstance(value, Tensor):
-            return cls((_hint(value),))
+            return cls((_hint(value),), (_name(value),))
         strides = [_hint(stride) for stride in value.stride()]
         order = tuple(sorted(range(value.ndim), key=lambda dim: (-strides[dim], dim)))
-        return cls(tuple(_hint(size) for size in value.shape), order, value.dtype, value.device, flows)
+        return cls(tuple(map(_hint, value.shape)), tuple(map(_name, value.shape)), order, value.dtype, value.device, flows)
+
+
+def _name(size: Any) -> str:
+    return str(size) if isinstance(size, torch.SymInt) else ""
 
 
 def _hint(size: Any) -> int:
@@ -96,6 +104,7 @@ class _Tracer:
     def __init__(self, way: Kept, examples: Sequence[Example], single: frozenset[tuple[int, int]]) -> None:
         self.way, self.examples, self.single = way, examples, single
         self.env = ShapeEnv(duck_shape=False)
+        self.named: dict[str, Any] = {}
         self.mode = FakeTensorMode(shape_env=self.env)
         with self.mode, torch.inference_mode(False), torch.enable_grad():
             self.operands = [self._operand(place, example) for place, example in enumerate(examples)]
@@ -105,7 +114,7 @@ class _Tracer:
         self.wanted = [place for place, tensor in enumerate(self.tensors) if tensor.requires_grad]
 
     def _operand(self, place: int, example: Example) -> Any:
-        sizes = [self._size(size, place, dim) for dim, size in enumerate(example.sizes)]
+        sizes = [self._size(example, place, dim) for dim in range(len(example.sizes))]
         if example.dtype is None:
             return sizes[0]
         strides: list[Any] = [1] * len(sizes)
@@ -114,12 +123,16 @@ class _Tracer:
         made = torch.empty_strided(sizes, strides, dtype=example.dtype, device=example.device)
         return made.requires_grad_(example.flows)
 
-    def _size(self, size: int, place: int, dim: int) -> Any:
+    def _size(self, example: Example, place: int, dim: int) -> Any:
+        size = example.sizes[dim]
         if (place, dim) in self.single or size in (0, 1):
             return min(size, 1)
-        source = ConstantSource(f"operand_{place}_{dim}")
-        symbol = self.env.create_symbol(size, source, DimDynamic.DYNAMIC, constraint_dim=None)
-        return self.env.create_symintnode(symbol, hint=size, source=source)
+        name = example.names[dim] or f"operand_{place}_{dim}"
+        if name not in self.named:
+            source = ConstantSource(name)
+            symbol = self.env.create_symbol(size, source, DimDynamic.DYNAMIC, constraint_dim=None)
+            self.named[name] = self.env.create_symintnode(symbol, hint=size, source=source)
+        return self.named[name]
 
     def _outputs(self, operands: Sequence[Any]) -> list[Tensor]:
         made = self.way.call(operands)
