@@ -4,7 +4,7 @@ Sizes that the code needs equal have one symbol in the trace, which is a letter 
 
     y = matmul(w, v), grad_w = matmul(g, v.mT), grad_v = matmul(w.mT, g)            "b m n!, b n! d! -> b m d!"
 
-A letter may be cut if nothing depends on the size itself (no branch, no number), and if the rules carry its cut through the graph: then
+The backward must be linear in the gradients. A letter may be cut if nothing depends on the size itself (no branch, no number), and if the rules carry its cut through the graph: then
 a piece of the operands gives that piece of the outputs, and with a piece of the outputs' gradients that piece of the operands'. An
 operand that does not have the letter is whole; its gradient must be a sum over the pieces. Since a trace takes no size for one, the
 letter is then set to one, and the same operations must be found.
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from tpcompile.factors import LayoutError
 from tpcompile.functions import Kept
 from tpcompile.layout import Factor, Layout, Open, Size, TensorType, cut_factors, whole
+from tpcompile.passes._linear import check_linear
 from tpcompile.passes._traced import Example, Trace, Untraceable, traces
 from tpcompile.rules import RESHAPES, SUMS, Op, aten_names, forward, has_rule, op_name, view_op
 
@@ -50,6 +51,11 @@ def proved(way: Kept, examples: Sequence[Example]) -> Kept:
         return replace(way, random=True, reason=f"{way.name} draws random numbers")
     if len(found) >= 2**MOST_OUTPUTS:
         return replace(way, reason=f"{way.name} has more than {MOST_OUTPUTS} outputs")
+    try:
+        for trace in found:
+            check_linear(trace.graph, len(trace.outputs), trace.given)
+    except LayoutError as error:
+        return replace(way, reason=f"{way.name}: {error}")
     reasons: dict[Size, str] = {}
     letters = dict.fromkeys(size for shape in found[0].operands for size in shape if not isinstance(size, int))
     for letter in letters:
@@ -168,7 +174,7 @@ class _Carrier:
         elif node.op == "call_function" and op_name(node) == "getitem":
             layouts = (self.layouts[node.args[0]][node.args[1]],)  # type: ignore[index]
         elif node.op == "call_function":
-            layouts = self.call(self.functional(view_op(node, self.types)))
+            layouts = self.call(view_op(node, self.types))
         else:
             layouts = tuple(whole(*kind.shape) for kind in kinds)
         for layout, kind in zip(layouts, kinds, strict=True):
@@ -178,11 +184,6 @@ class _Carrier:
                 raise LayoutError(f"{op_name(node)} needs this dimension twice")
         self.layouts[node] = layouts
 
-    def functional(self, op: Op) -> Op:
-        """An operation in place by the name of the one that makes a new value."""
-        written = [a for a in op.node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # type: ignore[union-attr]
-        return replace(op, name=op.name.replace("_.", ".", 1)) if written else op
-
     def call(self, op: Op) -> tuple[Layout, ...]:
         values = [leaf.meta["val"] for leaf in _leaves(op.node) if isinstance(leaf, fx.Node)]
         sizes = [value.node.expr for value in values if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)]
@@ -191,10 +192,7 @@ class _Carrier:
         ins = [self.layouts[operand][0] for operand in op.operands]
         if op.name in FILLED or (op.name in GROWN and not any(layout.partial for layout in ins)):
             return tuple(self.grown(layout) for layout in self.forward(op, ins))
-        made = self.forward(op, ins)
-        if op.name != op_name(op.node) and made != (ins[0],):
-            raise LayoutError(f"{op_name(op.node)} writes something else than is there")
-        return made
+        return self.forward(op, ins)
 
     def forward(self, op: Op, ins: Sequence[Layout]) -> tuple[Layout, ...]:
         if all(layout.is_whole for layout in ins):

@@ -7,17 +7,20 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from tpcompile import collectives
 from tpcompile.errors import TpcompileError
+from tpcompile.functions import kept
 from tpcompile.ir import Source, Type
 from tpcompile.layout import Layout, TensorType, whole
+from tpcompile.passes._applied import apply_text
 
 WIDTH = 120
 RESERVED = frozenset({"aten", "collectives", "device", "math", "nn", "operator", "self", "torch", *keyword.kwlist, *dir(builtins)})
@@ -38,9 +41,9 @@ _DTYPES = {
 class Scope:
     """The variable names of one function."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserved: Iterable[str] = ()) -> None:
         self.names: dict[fx.Node, str] = {}
-        self._taken = set(RESERVED)
+        self._taken = {*RESERVED, *reserved}
 
     def name(self, node: fx.Node, wanted: str, *, keep: bool = False) -> str:
         """Give a node a variable: `wanted`, or `wanted_1`, `wanted_2`, … where it is taken."""
@@ -89,7 +92,9 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
 
 def has_device(node: fx.Node) -> bool:
     """Whether a node names a device."""
-    found: list[Any] = []
+    way = kept(node.target)
+    found: list[Any] = pytree.tree_leaves((way.args, way.kwargs)) if way else []
+    found = [leaf for leaf in found if isinstance(leaf, torch.device)]
     fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: found.append(leaf) if isinstance(leaf, torch.device) else None)
     return bool(found)
 
@@ -102,8 +107,10 @@ def site_of(node: fx.Node) -> int | None:
     return int(site)
 
 
-def expression(node: fx.Node, names: Mapping[fx.Node, str], site: str = "") -> str:
-    """What a node computes. `site` is how a dropout's site is written."""
+def expression(node: fx.Node, names: Mapping[fx.Node, str], site: str = "", functions: Mapping[Any, str] | None = None) -> str:
+    """What a node computes. `site` is how a dropout's site is written, `functions` are the names of those that are imported."""
+    if functions and node.target in functions:
+        return apply_text(node, functions[node.target], lambda value: literal(value, names))
     args = [literal(arg, names) for arg in node.args]
     kwargs = {key: literal(value, names) for key, value in node.kwargs.items()}
     if node.op == "call_method":

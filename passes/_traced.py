@@ -58,7 +58,8 @@ def _hint(size: Any) -> int:
 class Trace:
     """Forward and backward, where some of the outputs have a gradient.
 
-    The graph takes the operands, then these gradients; it makes the outputs, then the gradients of those operands that need one.
+    The graph takes the operands, then these gradients; it makes the outputs, then the gradients of those operands that need one. Nothing
+    in it is changed in place.
     """
 
     graph: fx.Graph
@@ -67,6 +68,7 @@ class Trace:
     numbers: tuple[Size, ...]  # those that are sizes
     outputs: tuple[tuple[Size, ...], ...]
     wanted: tuple[int, ...]  # the operands that get a gradient, among those that are tensors
+    given: int  # the number of gradients that it takes
 
     @property
     def calls(self) -> Iterator[fx.Node]:
@@ -150,11 +152,13 @@ class _Tracer:
             return (*outputs, *made)
 
         versions = [tensor._version for tensor in self.tensors]
-        with torch.inference_mode(False), torch.enable_grad():
-            graph = make_fx(joint)(self.operands, gradients).graph
+        with self.mode, torch.inference_mode(False), torch.enable_grad():
+            plain = make_fx(joint)(self.operands, gradients)
         if versions != [tensor._version for tensor in self.tensors]:
             raise RuntimeError("its backward writes to a tensor that forward was given")
+        with self.mode, torch.no_grad():
+            graph = make_fx(torch.func.functionalize(plain))(self.operands, gradients).graph
         shapes = [tuple(size_in(self.env, size) for size in tensor.shape) for tensor in (*self.tensors, *self.outputs)]
         numbers = tuple(size_in(self.env, operand) for operand in self.operands if not isinstance(operand, Tensor))
         wanted = tuple(self.wanted) if given else ()
-        return Trace(graph, self.env, tuple(shapes[: len(self.tensors)]), numbers, tuple(shapes[len(self.tensors) :]), wanted)
+        return Trace(graph, self.env, tuple(shapes[: len(self.tensors)]), numbers, tuple(shapes[len(self.tensors) :]), wanted, len(given))

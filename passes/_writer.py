@@ -13,6 +13,7 @@ from torch import fx, nn
 from tpcompile.errors import TpcompileError
 from tpcompile.ir import Program, Stage
 from tpcompile.layout import Layout, TensorType
+from tpcompile.passes._applied import import_lines, imported
 from tpcompile.passes._parts import Part
 from tpcompile.passes._source import RESERVED, Scope, argument_comment, expression, has_device, origin, site_of, statement, stem, type_text
 from tpcompile.passes._tree import Tree, attribute, constructor, numbered
@@ -51,8 +52,9 @@ def write(stage: Stage, parts: Sequence[Part], tree: Tree, twins: Mapping[str, s
     ours = ["\nfrom tpcompile import collectives"] if "collectives." in body else []
     foreign = sorted(set(re.findall(r"torch\.ops\.(\w+)\.", body)))
     needs = f" Operators of {', '.join(foreign)} have to be registered before." if foreign else ""
+    theirs = "".join(f"\n{line}" for line in import_lines(writer.functions))
     head = _HEAD.format(index=stage.index, count=about.stages, needs=needs, shapes=_CUT if about.layouts else _WHOLE)
-    lines = [head, *imports, *([""] if imports else []), "import torch", "from torch import nn", *ours, "\naten = torch.ops.aten\n\n"]
+    lines = [head, *imports, *([""] if imports else []), "import torch", "from torch import nn", *([theirs] if theirs else []), *ours, "\naten = torch.ops.aten\n\n"]
     return "\n".join(lines) + "\n" + body
 
 
@@ -78,13 +80,15 @@ class _Writer:
     layers: dict[str, list[str]] = field(default_factory=dict)  # class → the layers that it stands for
 
     def __post_init__(self) -> None:
+        given = {*(boundary.name for boundary in self.stage.receives), *self.stage.inputs}
+        self.functions = imported(self.stage.graph, {*RESERVED, "Stage", *given})
         read = [{source for node in part.nodes for source in node.all_input_nodes} for part in self.parts if part.layer]
         self.readers = Counter(source for sources in read for source in sources)  # value → how many layers take it
         self.run = {node for part in self.parts for node in part.nodes} | {self.stage.graph.output_node()}
 
     def layer(self, part: Part) -> _Call:
         """Write a layer's class, unless an equal one stands already, and make the tree call it."""
-        inside, scope, tree = set(part.nodes), Scope(), self.tree.at(part.layer)
+        inside, scope, tree = set(part.nodes), Scope(self.functions.values()), self.tree.at(part.layer)
         arguments = []
         for source in dict.fromkeys(source for node in part.nodes for source in node.all_input_nodes):
             if own := self._own(source, part.layer):
@@ -103,7 +107,7 @@ class _Writer:
 
     def root(self, calls: Mapping[Part, _Call], twins: Mapping[str, str]) -> str:
         """The class of the stage itself."""
-        scope, arguments = Scope(), []
+        scope, arguments = Scope(self.functions.values()), []
         given = {*(boundary.name for boundary in self.stage.receives), *self.stage.inputs}
         for node in self.stage.graph.find_nodes(op="placeholder"):
             if path := self._path(node):
@@ -150,7 +154,7 @@ class _Writer:
         """The class that has these methods."""
         if text not in self.classes:
             kind = type(self.about.model.get_submodule(layer)).__name__
-            taken = {*RESERVED, "Stage", *self.classes.values()}
+            taken = {*RESERVED, "Stage", *self.functions.values(), *self.classes.values()}
             self.classes[text] = next(n for n in (kind, *(f"{kind}_{i}" for i in range(1, len(taken) + 2))) if n not in taken)
         self.layers.setdefault(self.classes[text], []).append(layer)
         return self.classes[text]
@@ -184,7 +188,7 @@ class _Writer:
                 said = where
             site = f"self.sites[{drawn}]" if sites and site_of(node) is not None else ""
             drawn += bool(site)
-            value = expression(node, scope.names, site)
+            value = expression(node, scope.names, site, self.functions)
             name = scope.name(node, stem(node) if calls is None else node.name)
             lines.append(statement(name, value, dead, self._comment(node)))
         return lines

@@ -12,7 +12,10 @@ OVER_PLACES = [e(f(3, 5, 4), i(3, 4, high=5), None, reduction) for reduction in 
 EXAMPLES: Mapping[str, list[Example]] = {
     "aten._grouped_mm.default": [e(single(6, 12), single(2, 12, 24), ends(2, 6))],
     "aten.addmm.default": [e(f(5), f(3, 4), f(4, 5)), e(f(3, 5), f(3, 4), f(4, 5))],
+    "aten._log_softmax.default": [e(f(3, 4), -1, False)],
     "aten._safe_softmax.default": [e(f(3, 4), -1)],
+    "aten._softmax.default": [e(f(3, 4), -1, False)],
+    "aten._to_copy.default": [e(f(3, 4), dtype=torch.float32)],
     "aten.all.default": [e(m(3, 4))],
     "aten.amax.default": [e(f(3, 4, 5), [-1]), e(f(3, 4, 5), [0, 2], True)],
     "aten.amin.default": [e(f(3, 4, 5), [1])],

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import keyword
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,15 @@ class Kept:
 def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
     """`function.apply` as torch defines it, whatever watches it now."""
     return _APPLY.__get__(None, function)(*args, **kwargs)
+
+
+def importable(function: type[Function]) -> bool:
+    """Whether a program in a file can import the Function by its module and name, and call its `apply`."""
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    own = function.__mro__[: function.__mro__.index(Function)]
+    return found is function and not any("apply" in base.__dict__ for base in own)
 
 
 def _shares(value: Tensor, operands: Sequence[Any]) -> bool:

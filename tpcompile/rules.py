@@ -75,7 +75,9 @@ Rule = str | Callable[[Op], str]
 
 RULES: Mapping[str, Rule] = {
     "aten._grouped_mm.default": "t! k, e! k n, e! -> t! n",
+    "aten._log_softmax.default": lambda op: along(op),
     "aten._safe_softmax.default": lambda op: along(op),
+    "aten._softmax.default": lambda op: along(op),
     "aten.adaptive_avg_pool1d.default": lambda op: resized(op, 1),
     "aten.adaptive_avg_pool2d.default": lambda op: resized(op, 2),
     "aten.adaptive_avg_pool3d.default": lambda op: resized(op, 3),
@@ -214,7 +216,7 @@ def aten_names(words: str) -> frozenset[str]:
 
 POINTWISE = aten_names(
     """
-    __and__.Scalar __and__.Tensor __or__.Tensor absolute.default alias.default arccos.default celu.default clone.default
+    __and__.Scalar __and__.Tensor __or__.Tensor _to_copy.default absolute.default alias.default arccos.default celu.default clone.default
     contiguous.default copy.default detach.default divide.Tensor dropout.default empty_like.default floor_divide.Scalar
     floor_divide.default full_like.default hardsigmoid.default hardswish.default hardtanh.default imag.default isfinite.default
     lift_fresh_copy.default log_sigmoid.default masked_fill.Scalar mish.default multiply.Tensor negative.default
