@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from tpcompile.errors import CaptureError
+from tpcompile.functions import kept
 from tpcompile.ir import Input, Program, Source, Type
 from tpcompile.layout import Size
 from tpcompile.passes._call import no_parameter
@@ -195,7 +196,8 @@ class Builder:
 
     def _emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """A call in the new graph. Names come from operations alone, so that two captures give the same text."""
-        name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else target.__name__
+        way = kept(target)
+        name = way.stem if way else target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else target.__name__
         args, kwargs = fx.node.map_arg((args, kwargs), self.new.__getitem__)
         self.new[node] = new = self.graph.create_node("call_function", target, args, kwargs, name=name)
         self._describe(node, new)

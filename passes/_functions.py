@@ -1,6 +1,6 @@
 """A custom autograd.Function while its model is exported: its call becomes an operator, so that its backward is not lost.
 
-    y = GeLUFunction.apply(x)   →   %y = tpcompile_functions.ge_lu_function.x3fa2c1(%x)
+    y = GeLUFunction.apply(x)   →   %y = tpcompile_functions.ge_lu_function_x3fa2c1(%x)
 
 Once the graph is there, `prove_rules` asks of every such operator what its forward and its backward do to cut dimensions.
 """
@@ -23,6 +23,7 @@ from tpcompile.passes._letters import proved
 from tpcompile.passes._origin import source_of
 from tpcompile.passes._reasons import refuse, user_code, user_line
 from tpcompile.passes._traced import Example, Untraceable
+from tpcompile.rules import op_name
 
 TENSORS = "write it so that it takes and returns tensors, numbers and strings"
 
@@ -39,7 +40,7 @@ def keep(function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, A
         operands.append(leaf)
         return Operand(len(operands) - 1)
 
-    given = pytree.tree_map(place, (args, dict(kwargs)))
+    ways = pytree.tree_map(place, (args, dict(kwargs)))
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     versions = [tensor._version for tensor in tensors]
     with disable_proxy_modes_tracing():
@@ -48,7 +49,7 @@ def keep(function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, A
         _refuse(f"{function.__qualname__} writes to a tensor that it is given", "return a new tensor")
     places = _places(function, returned)
     sizes = tuple(not isinstance(operand, Tensor) for operand in operands)
-    made = operator(Kept(function, *given, sizes, places))(*operands)
+    made = operator(Kept(function, ways[0], ways[1], sizes, places))(*operands)
     if places is None:
         return made
     tensor = iter(made)
@@ -75,14 +76,15 @@ def _refuse(what: str, fix: str) -> NoReturn:
 
 
 def refuse_shared_memory(graph: fx.Graph) -> None:
-    """A Function that returns several tensors, one of them in the memory of an operand: none of the two may be written to."""
+    """A Function that returns a tensor in the memory of an operand: none of the two may be written to, since gradients would not follow."""
     writes = {node.args[place].meta.get("storage") for node in graph.nodes for place in written(node)}
     for node in graph.nodes:
         way = kept(node.target)
-        if way is None or way.outputs is None:
+        if way is None:
             continue
         memory = {operand.meta.get("storage") for operand in node.all_input_nodes} - {None}
-        if any(item.meta.get("storage") in memory & writes for item in node.users):
+        results = [node, *(user for user in node.users if op_name(user) == "getitem")]
+        if any(result.meta.get("storage") in memory & writes for result in results):
             refuse(f"{way.name} returns a tensor that it is given, which is then changed in place", source_of(node), "return a clone")
 
 

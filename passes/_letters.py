@@ -4,10 +4,10 @@ Sizes that the code needs equal have one symbol in the trace, which is a letter 
 
     y = matmul(w, v), grad_w = matmul(g, v.mT), grad_v = matmul(w.mT, g)            "b m n!, b n! d! -> b m d!"
 
-The backward must be linear in the gradients. A letter may be cut if nothing depends on the size itself (no branch, no number), and if the rules carry its cut through the graph: then
-a piece of the operands gives that piece of the outputs, and with a piece of the outputs' gradients that piece of the operands'. An
-operand that does not have the letter is whole; its gradient must be a sum over the pieces. Since a trace takes no size for one, the
-letter is then set to one, and the same operations must be found.
+The backward must be linear in the gradients. A letter may then be cut if nothing depends on the size itself (no branch, no number), and
+if the rules carry its cut through the graph: a piece of the operands gives that piece of the outputs, and with a piece of the outputs'
+gradients that piece of the operands'. An operand that does not have the letter is whole; its gradient must be a sum over the pieces. Since
+a trace takes no size for one, the letter is then set to one, and the same operations must be found.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def _check(trace: Trace, letter: Size) -> None:
         rest = guard.expr.xreplace(trace.env.replacements)
         if letter in rest.free_symbols:
             raise LayoutError(f"it asks whether {rest}")
-    if any(_has(size, letter) for size in trace.numbers) or any(_has(size, letter) and size != letter for s in trace.operands for size in s):
+    if any(_has(size, letter) for size in trace.numbers) or any(
+        _has(size, letter) and size != letter for s in trace.operands for size in s
+    ):
         raise LayoutError("a size is computed from this one")
     results = _Carrier(trace, letter).run()
     outputs, gradients = results[: len(trace.outputs)], results[len(trace.outputs) :]
@@ -169,6 +171,7 @@ class _Carrier:
         value = node.meta["val"]
         kinds = tuple(TensorType(v.dtype, tuple(map(self.trace.size, v.shape))) for v in _tensors(value))
         self.types[node.name] = kinds[0] if isinstance(value, Tensor) else kinds
+        layouts: tuple[Layout, ...]
         if node.op == "placeholder":
             layouts = (_cut(kinds[0].shape, self.letter) if self.letter in kinds[0].shape else whole(*kinds[0].shape),)
         elif node.op == "call_function" and op_name(node) == "getitem":

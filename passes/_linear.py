@@ -98,7 +98,7 @@ def _is_derivative(node: fx.Node) -> bool:
     """Whether an operation is one of torch's own backward formulas, linear in the one gradient that it takes, its first operand."""
     schema = node.target._schema  # type: ignore[union-attr]
     gradients = [argument.name for argument in schema.arguments if argument.name.startswith("grad")]
-    return schema.name.removesuffix("_data").endswith("_backward") and gradients == [schema.arguments[0].name]
+    return str(schema.name).removesuffix("_data").endswith("_backward") and gradients == [schema.arguments[0].name]
 
 
 def _adds_nothing(node: fx.Node, name: str) -> bool:

@@ -54,7 +54,16 @@ def write(stage: Stage, parts: Sequence[Part], tree: Tree, twins: Mapping[str, s
     needs = f" Operators of {', '.join(foreign)} have to be registered before." if foreign else ""
     theirs = "".join(f"\n{line}" for line in import_lines(writer.functions))
     head = _HEAD.format(index=stage.index, count=about.stages, needs=needs, shapes=_CUT if about.layouts else _WHOLE)
-    lines = [head, *imports, *([""] if imports else []), "import torch", "from torch import nn", *([theirs] if theirs else []), *ours, "\naten = torch.ops.aten\n\n"]
+    lines = [
+        head,
+        *imports,
+        *([""] if imports else []),
+        "import torch",
+        "from torch import nn",
+        *([theirs] if theirs else []),
+        *ours,
+        "\naten = torch.ops.aten\n\n",
+    ]
     return "\n".join(lines) + "\n" + body
 
 

@@ -211,7 +211,9 @@ class _Chooser:
             wants = wants_of(node, self.program.types, layouts, {})
             for operand, want in wants:
                 if operand.name not in layouts and any(not isinstance(size_of(dim), int) for dim in want.dims if cut_factors(dim)):
-                    raise LayoutError(f"{op_name(node)}{self.at(name)} needs a piece of a whole value, {operand.name}, whose size is not known")
+                    raise LayoutError(
+                        f"{op_name(node)}{self.at(name)} needs a piece of a whole value, {operand.name}, whose size is not known"
+                    )
             if wants:
                 outs = layout if isinstance(layout, tuple) else (layout,)
                 made = forward(view_op(node, self.program.types), [want for _, want in wants], outs)

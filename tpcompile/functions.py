@@ -1,7 +1,7 @@
 """The user's own `torch.autograd.Function`s, kept as operators: torch.export would inline their forward and lose their backward.
 
     y = GeLUFunction.apply(x)        in the model
-    %y = functions.ge_lu_function.x3fa2c1(%x)        in the graph
+    %y = tpcompile_functions.ge_lu_function_x3fa2c1(%x)        in the graph
 
 An operator stands for one way of calling a Function: arguments that are no tensors are part of it, written where they stand among the
 `Operand`s. All that it does, forward and backward, is `apply`: what `ctx` holds, which inputs need a gradient and which outputs have
@@ -56,6 +56,13 @@ class Kept:
     def name(self) -> str:
         return self.function.__name__
 
+    @property
+    def stem(self) -> str:
+        """The name as that of a value: GeLUFunction → ge_lu_function."""
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", self.name).lower()
+        plain = re.sub(r"[^a-z0-9_]", "_", words).strip("_")
+        return f"{plain}_function" if keyword.iskeyword(plain) or not plain[:1].isalpha() else plain
+
     def call(self, operands: Sequence[Any]) -> Tensor | list[Tensor]:
         """What the operator computes: the tensors that `apply` returns."""
         device = next(operand.device for operand in operands if isinstance(operand, Tensor))
@@ -68,7 +75,9 @@ class Kept:
         args, kwargs = pytree.tree_map(given, (self.args, self.kwargs))
         made = apply(self.function, *args, **kwargs)
         found = [made] if self.outputs is None else [made[place] for place in self.outputs]
-        if any(torch._is_functional_tensor(value) for value in found):  # an operator whose result shares memory must say so; this one cannot
+        if any(
+            torch._is_functional_tensor(value) for value in found
+        ):  # an operator whose result shares memory must say so; this one cannot
             found = [value.clone() if _shares(value, operands) else value for value in found]
         return found[0] if self.outputs is None else found
 
@@ -105,7 +114,7 @@ def kept(target: object) -> Kept | None:
 
 def operator(way: Kept) -> torch._ops.OpOverload:
     """The operator of one way of calling a Function. Its name depends on what it says alone, so that all ranks have the same."""
-    facts = (way.sizes, way.outputs, way.rule, way.reason, way.random)
+    facts = (way.sizes, way.outputs, way.rule, bool(way.reason), way.random)
     text = f"{way.function.__module__}:{way.function.__qualname__} {_text((way.args, way.kwargs))} {facts}"
     opaque = tuple(id(leaf) for leaf in pytree.tree_leaves((way.args, way.kwargs)) if not isinstance(leaf, (Operand, *PLAIN)))
     key = (way.function, text, opaque)
@@ -116,28 +125,21 @@ def operator(way: Kept) -> torch._ops.OpOverload:
 
 
 def _define(way: Kept, text: str) -> torch._ops.OpOverload:
-    name, short = _snake(way.name), f"x{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-    taken = {other._overloadname for other in _kept if other._opname == name}
-    overload = next(o for o in (short, *(f"{short}_{i}" for i in range(1, len(taken) + 1))) if o not in taken)  # a class defined anew
+    short = f"{way.stem}_x{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    taken = {other._opname for other in _kept}
+    name = next(name for name in (short, *(f"{short}_{i}" for i in range(1, len(taken) + 1))) if name not in taken)  # a class defined anew
     arguments = ", ".join(f"{'SymInt' if size else 'Tensor'} a{i}" for i, size in enumerate(way.sizes))
     tags = (torch.Tag.nondeterministic_seeded,) if way.random else ()
 
     def run(*operands: Any) -> Tensor | list[Tensor]:
         return way.call(operands)
 
-    _library.define(f"{name}.{overload}({arguments}) -> Tensor{'' if way.outputs is None else '[]'}", tags=tags)
-    _library.impl(f"{name}.{overload}", run, "Autograd")
-    _library.impl(f"{name}.{overload}", run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}.{overload}", run, lib=_library)
-    found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, NAMESPACE), name), overload)
+    _library.define(f"{name}({arguments}) -> Tensor{'' if way.outputs is None else '[]'}", tags=tags)
+    _library.impl(f"{name}", run, "Autograd")
+    _library.impl(f"{name}", run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", run, lib=_library)
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return found
-
-
-def _snake(name: str) -> str:
-    """GeLUFunction → ge_lu_function."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-    plain = re.sub(r"[^a-z0-9_]", "_", words).strip("_")
-    return f"{plain}_function" if keyword.iskeyword(plain) or not plain[:1].isalpha() else plain
 
 
 def _text(value: Any) -> str:

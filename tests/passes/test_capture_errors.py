@@ -26,21 +26,6 @@ class Model(nn.Module):
         self.hidden = [nn.Parameter(torch.ones(6))]
 
 
-class Triple(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 3
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 7
-
-
-class CustomBackward(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        return Triple.apply(self.a(x))  # here
-
-
 class Branch(Model):
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
@@ -123,11 +108,6 @@ def refusal(kind: type[TpcompileError], run: Callable[[], Any]) -> str:
 
 REASONS: list[tuple[type[Model], str, str]] = [
     (
-        CustomBackward,
-        "Triple is an autograd.Function: torch.export would keep its forward and lose its backward",
-        "write it with torch operations, or as a torch.library.custom_op with register_autograd",
-    ),
-    (
         Branch,
         "torch.export cannot capture Branch: Could not guard on data-dependent expression Eq(u0, 1)",
         "choose with torch.where instead of a Python branch, so that the graph is the same for all values",
@@ -176,20 +156,9 @@ def test_a_batch_norm_that_learns() -> None:
     )
 
 
-def test_a_custom_function_without_gradient_is_no_trap() -> None:
-    class Frozen(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                scale = Triple.apply(self.a(x))
-            return self.b(x) * scale
-
-    assert "aten.detach" in str(capture(Frozen(), X).graph)
-
-
 def test_failures_leave_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:
     before = torch.autograd.Function.__dict__["apply"]
     refusal(CaptureError, lambda: capture(Branch(), X))
-    refusal(CaptureError, lambda: capture(CustomBackward(), X))
     assert torch.autograd.Function.__dict__["apply"] is before
     assert capfd.readouterr() == ("", "")
 

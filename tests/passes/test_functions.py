@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import custom_functions as custom
 import pytest
 import torch
-from one_call import Call, Example, Operand, e, f, i
+from one_call import Example, Operand, e, f
 from test_rules import test_every_letter_may_be_cut_or_is_refused as every_letter
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -26,6 +27,7 @@ from tpcompile.passes import _traced as traced
 from tpcompile.passes._letters import proved
 from tpcompile.passes.capture import capture
 from tpcompile.simulate import compare
+from tpcompile.text import text
 
 
 class Work(nn.Module):
@@ -94,9 +96,7 @@ def test_numbers_are_the_users_own(name: str) -> None:
 
 def test_what_a_graph_shows() -> None:
     program = capture(made(WORKS["numbers"]), batch())
-    assert [line.split(".x")[0] for line in map(str.strip, tpcompile.text.text(program).splitlines()) if "wave" in line][0] == (
-        "%wave = tpcompile_functions.wave"
-    )
+    assert re.search(r"  %wave = tpcompile_functions\.wave_x\w{6}\(%linear\) : f64\[b, s, 12\]\n", text(program))
     (node,) = (node for node in program.graph.nodes if kept(node.target))
     way = kept(node.target)
     assert way is not None and way.rule == "z0 z1 z2 -> z0 z1 z2" and way.function is custom.Wave
@@ -281,6 +281,7 @@ def test_refused(work: Callable[[Tensor, Any], Tensor], what: str, fix: str) -> 
         capture(made(work), batch())
     place = work if fix != TORCH else Work.forward  # a graph knows the lines of modules
     line = inspect.getsourcelines(place)[1] + (fix == TORCH)
+    assert torch.autograd.Function.__dict__["apply"] is functions._APPLY
     assert str(caught.value).splitlines()[0] == what
     assert caught.value.source == f"{Path(__file__).name}:{line}" and caught.value.fix == fix and caught.value.at
 
@@ -297,3 +298,114 @@ def test_forward_that_depends_on_data() -> None:
 
     with pytest.raises(CaptureError, match=r"data-dependent.*\n  at   return x if x.sum\(\) > 0 else -x  # here\n  from test_functions.py"):
         capture(made(lambda x, w: Depends.apply(x)), batch())
+
+
+# --- memory
+
+
+class Shares(Function):
+    """Returns its operand's memory, as autograd does not notice; beside another value if it is asked to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, both: bool) -> Any:
+        return (x.detach(), x * 2) if both else x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, other: Tensor | None = None) -> Any:  # type: ignore[override]
+        return grad if other is None else grad + other * 3, None
+
+
+def test_a_result_in_the_memory_of_an_operand() -> None:
+    """What is written to the operand later would be seen in the result, but its gradient would go another way."""
+
+    def later(x: Tensor, weight: Tensor, *, both: bool, written: bool = True) -> Tensor:
+        y = x * 1
+        made = Shares.apply(y, both)
+        if written:
+            y.add_(weight)
+        return sum(made) + y if both else made * 2 + y  # type: ignore[no-any-return]
+
+    for both in (False, True):
+        assert tpcompile.check(made(partial(later, both=both, written=False)), "tp=2", batch(), loss=squares).ok
+        with pytest.raises(CaptureError, match=r"^Shares returns a tensor that it is given, which is then changed in place\n"):
+            capture(made(partial(later, both=both)), batch())
+
+
+def test_torch_refuses_a_write_to_a_view_that_it_knows_of() -> None:
+    with pytest.raises(CaptureError, match="Output 0 of Reverse is a view and is being modified inplace"):
+        capture(made(lambda x, w: custom.Reverse.apply(x * 1).add_(1)), batch())
+
+
+# --- programs
+
+
+def emitted(work: Callable[[Tensor, Any], Tensor]) -> tuple[Work, str]:
+    model = made(work)
+    return model, tpcompile.compile(model, "tp=2", batch()).program(0).source
+
+
+def test_source_imports_and_applies_it() -> None:
+    _, source = emitted(lambda x, w: custom.Bend.apply(custom.Wave.apply(x, 2.0), {"scale": 1.5, "rest": [1, None]}))
+    assert "\nfrom custom_functions import Bend\nfrom custom_functions import Wave\n" in source
+    assert "wave = Wave.apply(linear, 2.0)" in source
+    assert "bend = Bend.apply(wave, {'scale': 1.5, 'rest': [1, None]}, 2)" in source or "Bend.apply(wave, {" in source
+    assert "torch.ops" not in source.replace("torch.ops.aten", "")
+
+
+def test_source_takes_tensors_from_what_it_returns() -> None:
+    _, source = emitted(lambda x, w: custom.Halves.apply(x)[3])
+    assert "operator.itemgetter(0, 2, 3)(Halves.apply(linear))" in source and "import operator" in source
+
+
+def test_a_function_that_no_file_can_import_is_called_by_its_operator() -> None:
+    class Local(custom.Wave):
+        pass
+
+    model, source = emitted(lambda x, w: Local.apply(x, 2.0))
+    assert not functions.importable(Local) and functions.importable(custom.Wave)
+    assert "Operators of tpcompile_functions have to be registered before." in source
+    assert "local = torch.ops.tpcompile_functions.local_x" in source and "import Local" not in source
+    whole = tpcompile.compile(model, "tp=1", batch()).program(0).module
+    ours, theirs = whole(**batch())[0], model(**batch())
+    ours.sum().backward()
+    theirs.sum().backward()
+    assert torch.equal(ours, theirs)
+    for name, parameter in model.named_parameters():
+        other = whole.get_parameter(name).grad
+        assert (other is None and parameter.grad is None) or torch.equal(other, parameter.grad)
+
+
+def test_an_operator_traces_into_another_compiler() -> None:
+    """Where its result is its operand, what traces it sees a copy."""
+    call = operator(rule_of(custom.Reverse, f(3, 4)))
+    x = torch.randn(3, 4, requires_grad=True)
+    y = torch.compile(lambda x: call(x * 2).exp(), backend="aot_eager")(x)
+    y.sum().backward()
+    assert torch.equal(y, (x * 2).exp()) and torch.equal(x.grad, -4 * y)
+
+
+def test_a_class_that_is_defined_anew_is_another_operator() -> None:
+    def define(factor: int) -> type[Function]:
+        class Same(Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * factor
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+                return grad * factor
+
+        return Same
+
+    first, second = (operator(Kept(define(n), (functions.Operand(0),), {}, (False,), None)) for n in (2, 3))
+    assert first is not second and second._opname == f"{first._opname}_1"
+    assert torch.equal(second(torch.ones(2)), torch.full((2,), 3.0))
+    again = kept(first)
+    assert again is not None and operator(Kept(again.function, again.args, {}, (False,), None)) is first
+
+
+def test_names_of_operators() -> None:
+    names = {"GeLUFunction": "ge_lu_function", "Lambda": "lambda_function", "_Act2": "act2", "Élan": "lan", "X": "x"}
+    for given, expected in names.items():
+        made_up: Any = type(given, (custom.Wave,), {})
+        assert operator(Kept(made_up, (functions.Operand(0), 1.0), {}, (False,), None))._opname.startswith(f"{expected}_x")
