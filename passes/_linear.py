@@ -96,9 +96,9 @@ def _keeps(node: fx.Node, name: str, operands: list[fx.Node], degrees: dict[fx.N
 
 def _is_derivative(node: fx.Node) -> bool:
     """Whether an operation is one of torch's own backward formulas, linear in the one gradient that it takes, its first operand."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    gradients = [argument.name for argument in schema.arguments if argument.name.startswith("grad")]
-    return str(schema.name).removesuffix("_data").endswith("_backward") and gradients == [schema.arguments[0].name]
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    gradients: list[str] = [argument.name for argument in schema.arguments if argument.name.startswith("grad")]
+    return str(schema.name).removesuffix("_data").endswith("_backward") and gradients == [str(schema.arguments[0].name)]
 
 
 def _adds_nothing(node: fx.Node, name: str) -> bool:
@@ -107,7 +107,7 @@ def _adds_nothing(node: fx.Node, name: str) -> bool:
         case "aten.add.Tensor" | "aten.sub.Tensor":
             return isinstance(node.args[1], fx.Node) and _is_tensor(node.args[1])
         case "aten.masked_fill.Scalar" | "aten.constant_pad_nd.default":
-            return argument(node, "value") == 0
+            return bool(argument(node, "value") == 0)
     return True
 
 
