@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.predispatch import lazy_load_decompositions
 
 from tpcompile.ir import Source
 from tpcompile.passes._origin import source_of
 from tpcompile.passes._reasons import refuse
+from tpcompile.passes._unbatched import FIX, is_functorch, regions, traced
 
 GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -40,8 +42,12 @@ class Flattener:
 
     def _copy(self, module: fx.GraphModule, new: dict[fx.Node, Any], *, grad: bool) -> Any:
         """Copy a graph's nodes but for those that `new` has already: its arguments. Returns what its output holds."""
+        batched = regions(module.graph)
         for node in module.graph.nodes:
             if node in new:
+                continue
+            if node in batched:
+                self._unbatch(batched[node], new, grad=grad)
                 continue
             if node.op == "output":
                 return fx.node.map_arg(node.args[0], new.__getitem__)
@@ -54,14 +60,33 @@ class Flattener:
                 self._same_storage(node, new[node])
             elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in CHECKS:
                 new[node] = None
-            elif getattr(node.target, "__module__", "").startswith("torch._functorch"):
-                fix = "write this part with a batch dimension of its own"
-                refuse("forward uses torch.vmap, whose inside is no plain graph", source_of(node), fix)
+            elif node.target is lazy_load_decompositions:
+                new[node] = None
+            elif is_functorch(node):
+                refuse(f"forward uses torch.func: {node.target.__name__} cannot be captured", source_of(node), FIX)  # type: ignore[union-attr]
             else:
-                new[node] = self.graph.node_copy(node, new.__getitem__)
-                new[node].meta["no_grad"] = not grad
-                new[node].meta["storage"] = self._storage(node)
+                new[node] = self._node(node, new, grad=grad)
         raise AssertionError("a graph without an output")
+
+    def _node(self, node: fx.Node, new: dict[fx.Node, Any], *, grad: bool) -> fx.Node:
+        copy = self.graph.node_copy(node, new.__getitem__)
+        copy.meta["no_grad"] = not grad
+        copy.meta["storage"] = self._storage(node)
+        return copy
+
+    def _unbatch(self, region: list[fx.Node], new: dict[fx.Node, Any], *, grad: bool) -> None:
+        """Copy what a vmap does to whole tensors, with the line of its call."""
+        graph, operands, results = traced(region)
+        inner = dict(zip(graph.find_nodes(op="placeholder"), (new[operand] for operand in operands), strict=True))
+        origin = {key: region[0].meta[key] for key in ("stack_trace", "nn_module_stack") if key in region[0].meta}
+        new.update(dict.fromkeys(region))
+        for node in graph.nodes:
+            if node.op == "output":
+                for result, value in zip(results, node.args[0], strict=True):
+                    new[result] = inner[value]
+            elif node not in inner:
+                inner[node] = self._node(node, inner, grad=grad)
+                inner[node].meta |= origin
 
     def _inline(self, node: fx.Node, new: dict[fx.Node, Any], *, grad: bool) -> Any:
         operands: tuple[Any, ...] = node.args
