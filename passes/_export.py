@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import predispatch
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
@@ -108,8 +110,13 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _watching(record: Record) -> Iterator[None]:
-    """Keep every autograd.Function, of which export would drop the backward, and notice activation checkpointing."""
+    """Keep every autograd.Function, of which export would drop the backward, and notice activation checkpointing.
+
+    What vmap does to put its dimension in place is its own business too: export would take the result for a constant.
+    """
     apply, generator = torch.autograd.Function.__dict__["apply"], checkpoint._checkpoint_without_reentrant_generator
+    below: Any = predispatch
+    unbatch = below._remove_batch_dim_impl
 
     def watched(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
@@ -128,15 +135,22 @@ def _watching(record: Record) -> Iterator[None]:
         record.notes[RECOMPUTES] = None
         return generator(*args, **kwargs)
 
+    def unbatched(*args: Any) -> Tensor:
+        with disable_proxy_modes_tracing():
+            return unbatch(*args)  # type: ignore[no-any-return]
+
     torch.autograd.Function.apply = classmethod(watched)  # type: ignore[method-assign, assignment]
     checkpoint._checkpoint_without_reentrant_generator = noted
+    below._remove_batch_dim_impl = unbatched
     try:
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         checkpoint._checkpoint_without_reentrant_generator = generator
+        below._remove_batch_dim_impl = unbatch
 
 
 def _needs_backward(arguments: Any) -> bool:
-    leaves = pytree.tree_leaves(arguments)
-    return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    """Whether a gradient may reach the arguments; below vmap, which hides that, it may."""
+    wanted = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments))
+    return torch.is_grad_enabled() and (wanted or torch._C._are_functorch_transforms_active())

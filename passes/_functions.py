@@ -31,6 +31,8 @@ TENSORS = "write it so that it takes and returns tensors, numbers and strings"
 def keep(function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`function.apply(*args, **kwargs)` by its operator. Raises CaptureError for what an operator cannot do: write to its operands."""
     operands: list[Any] = []
+    if torch._C._are_functorch_transforms_active():
+        _refuse(f"{function.__qualname__} is an autograd.Function under torch.vmap", "apply it to the whole tensor")
 
     def place(leaf: Any) -> Any:
         if isinstance(leaf, torch.SymFloat | torch.SymBool):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.predispatch import lazy_load_decompositions
+from torch._functorch import predispatch
 
 from tpcompile.ir import Source
 from tpcompile.passes._origin import source_of
@@ -15,6 +15,7 @@ from tpcompile.passes._reasons import refuse
 from tpcompile.passes._unbatched import FIX, is_functorch, regions, traced
 
 GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+LOAD = predispatch.lazy_load_decompositions
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 CHECKS = frozenset(
@@ -58,12 +59,10 @@ class Flattener:
             elif node.target is operator.getitem and isinstance(new[node.args[0]], tuple | list):
                 new[node] = new[node.args[0]][node.args[1]]
                 self._same_storage(node, new[node])
-            elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in CHECKS:
-                new[node] = None
-            elif node.target is lazy_load_decompositions:
+            elif (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in CHECKS) or node.target is LOAD:
                 new[node] = None
             elif is_functorch(node):
-                refuse(f"forward uses torch.func: {node.target.__name__} cannot be captured", source_of(node), FIX)  # type: ignore[union-attr]
+                refuse(f"forward uses torch.func: {node.target.__name__} cannot be captured", source_of(node), FIX)
             else:
                 new[node] = self._node(node, new, grad=grad)
         raise AssertionError("a graph without an output")

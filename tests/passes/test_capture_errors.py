@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import predispatch
 
 from tpcompile.errors import CaptureError, InputError, TpcompileError
 from tpcompile.passes.capture import bind_example, capture
@@ -37,9 +38,24 @@ class Fault(Model):
         return self.a(x) + torch.ones(5)  # here
 
 
-class Vmap(Model):
+class VmapWithoutGradient(Model):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.vmap(torch.sin)(self.a(x))  # here
+        def scale(row: Tensor) -> Tensor:
+            with torch.no_grad():
+                size = row.norm()
+            return row / size
+
+        return torch.vmap(scale)(self.a(x))  # here
+
+
+class VmapOverItems(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row * row.shape.numel() if row.norm() > 0 else row)(self.a(x))  # here
+
+
+class Tangent(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.jvp(torch.sin, (self.a(x),), (x,))[1]  # here
 
 
 class AutocastInside(Model):
@@ -123,7 +139,17 @@ REASONS: list[tuple[type[Model], str, str]] = [
         "autocast to bfloat16 is turned on for cpu in forward: its casts cannot be captured",
         "cast with .to(dtype) where it is needed, and leave autocast out",
     ),
-    (Vmap, "forward uses torch.vmap, whose inside is no plain graph", "write this part with a batch dimension of its own"),
+    (
+        VmapWithoutGradient,
+        "forward uses torch.vmap around a change of grad mode or autocast",
+        "write this part with a batch dimension of its own",
+    ),
+    (
+        VmapOverItems,
+        "torch.export cannot capture VmapOverItems: vmap: It looks like you're calling .item() on a Tensor",
+        "rewrite this line, or compile a part of the model that does not run it",
+    ),
+    (Tangent, "forward uses torch.func: _jvp_increment_nesting cannot be captured", "write this part with a batch dimension of its own"),
     (Counter, "add_ writes to buffer steps, which belongs to the model", "write it without changing a tensor in place"),
     (
         ClampWithoutGradient,
@@ -160,6 +186,7 @@ def test_failures_leave_nothing_behind(capfd: pytest.CaptureFixture[str]) -> Non
     before = torch.autograd.Function.__dict__["apply"]
     refusal(CaptureError, lambda: capture(Branch(), X))
     assert torch.autograd.Function.__dict__["apply"] is before
+    assert predispatch._remove_batch_dim_impl is torch._C._functorch._remove_batch_dim
     assert capfd.readouterr() == ("", "")
 
 

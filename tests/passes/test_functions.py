@@ -246,6 +246,22 @@ class Spoils(Function):
         return x.mul_(grad)
 
 
+class Mapped(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 SOMEWHERE = nn.LayerNorm(12).double()
 TORCH = "write its forward and backward with torch operations on what they are given"
 TENSORS = "write it so that it takes and returns tensors, numbers and strings"
@@ -267,6 +283,7 @@ REFUSED: list[tuple[Callable[[Tensor, Any], Any], str, str]] = [
         "Spoils is an autograd.Function that cannot be traced: its backward writes to a tensor that forward was given",
         TORCH,
     ),
+    (lambda x, w: torch.vmap(Mapped.apply)(x), "Mapped is an autograd.Function under torch.vmap", "apply it to the whole tensor"),
     (
         lambda x, w: custom.Wave.apply(x, x.shape[0] / 2),
         "Wave is given a number that is computed from sizes",

@@ -46,7 +46,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Equal wherever it was run, or refused for what the list notes: statistics of a batch that is divided, random numbers of its own."""
+        """Equal wherever it was run, or refused for what the list notes: statistics of a divided batch, random numbers of its own."""
         return bool(self.meshes) and not self.failures
 
     @property
