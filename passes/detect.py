@@ -11,7 +11,7 @@ from torch import fx
 from tpcompile.factors import LayoutError, join
 from tpcompile.ir import Cone, Kind, Program
 from tpcompile.layout import Dim, Factor, Layout, Open, TensorType
-from tpcompile.rules import RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, view_op
+from tpcompile.rules import PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, view_op
 
 ATTENDS = ("softmax", "attention")
 """An operation whose name has one of these makes a region attention: its heads are what is cut."""
@@ -51,7 +51,7 @@ def weight_values(program: Program) -> frozenset[fx.Node]:
 
 def seeds(program: Program, node: fx.Node, weights: frozenset[fx.Node]) -> Iterable[tuple[Op, str, Bound]]:
     """The operation with each letter that it contracts between a weight and another value."""
-    if node.op != "call_function" or not isinstance(program.types.get(node.name), TensorType) or op_name(node) in RESHAPES:
+    if node.op != "call_function" or not isinstance(program.types.get(node.name), TensorType) or op_name(node) in PARTED:
         return
     op = view_op(node, program.types)
     if not any(operand in weights for operand in op.operands) or all(operand in weights for operand in op.operands) or not has_rule(op):
@@ -133,6 +133,8 @@ class _Walk:
             full = forward(op, ins) if node in self.items else [self.needs[node]]
         except LayoutError as error:
             self.stops.append((node.name, str(error)))
+            for item in node.users if node in self.items else ():
+                self.layouts.pop(item.name, None)
             return
         self.layouts[node.name] = tuple(full) if node in self.items else full[0]
         for item in node.users if node in self.items else ():
@@ -165,7 +167,7 @@ class _Walk:
 
 def _contracts(op: Op) -> bool:
     """Whether the operation is a product over some letter, as a linear layer is."""
-    if op.name in RESHAPES or len(op.ins) < 2:
+    if op.name in PARTED or len(op.ins) < 2:
         return False
     bound = bind_rule(op)
     kept = {token.letter for tokens in bound.outs for token in tokens}

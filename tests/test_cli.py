@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tpcompile.cli import main
-from tpcompile.rules import POINTWISE, RESHAPES, RULES, SPLITS
+from tpcompile.rules import JOINS, POINTWISE, RESHAPES, RULES, SPLITS
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT = "tpcompile.demo.model:gpt"
@@ -47,7 +47,7 @@ def test_inspect_prints_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
     """The documentation of operations is this command's output, and every rule is in it as it stands in the table."""
     assert main(["inspect", "--rules"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"`{name}`" in printed for names in (RULES, POINTWISE, RESHAPES, SPLITS) for name in names)
+    assert all(f"`{name}`" in printed for names in (RULES, POINTWISE, RESHAPES, SPLITS, JOINS) for name in names)
     assert all(f"`{rule}`" in printed for rule in RULES.values() if isinstance(rule, str))
     assert printed == (ROOT / "docs" / "operations.md").read_text(), "tpcompile inspect --rules > docs/operations.md"
 

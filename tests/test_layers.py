@@ -16,7 +16,7 @@ LAYERS = (
     ("functions",),
     ("factors",),
     ("operation",),
-    ("rule_texts",),
+    ("rule_texts", "rule_parts"),
     ("rules",),
     ("collectives",),
     ("ir",),

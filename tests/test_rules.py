@@ -14,9 +14,9 @@ from rule_examples import EXAMPLES, POINTWISE_SAMPLES
 
 from tpcompile.factors import LayoutError
 from tpcompile.layout import Dim, Factor, Layout, Open, same, size_of, whole_dim
-from tpcompile.rules import POINTWISE, RESHAPES, RULES, SPLITS, Bound, Op, Token, backward, bind_rule, forward, has_rule
+from tpcompile.rules import JOINS, PARTED, POINTWISE, RESHAPES, RULES, Bound, Op, Token, backward, bind_rule, forward, has_rule
 
-TABLES = sorted({*RULES, *POINTWISE, *RESHAPES, *SPLITS})
+TABLES = sorted({*RULES, *POINTWISE, *PARTED})
 UNDEFINED = ("empty",)
 """Operations whose values are whatever memory held."""
 
@@ -62,7 +62,7 @@ def ins_cut(op: Op, bound: Bound, letter: str) -> list[Layout]:
     return with_letter(bound.ins, [kind.shape for kind in op.ins], letter, cut_dim(int(bound.sizes[letter])))  # type: ignore[misc, arg-type]
 
 
-LETTERED = [name for name in [*TABLES, *POINTWISE_SAMPLES] if name not in RESHAPES | SPLITS and not any(word in name for word in UNDEFINED)]
+LETTERED = [name for name in [*TABLES, *POINTWISE_SAMPLES] if name not in PARTED and not any(word in name for word in UNDEFINED)]
 
 
 @pytest.mark.parametrize(("name", "example"), examples(LETTERED))
@@ -143,9 +143,13 @@ def test_random_numbers_are_no_element_wise_function() -> None:
 
 
 def cut_places(op: Op) -> Iterator[list[Layout]]:
-    """The outputs of a view or a split, each with one dimension cut: a split's parts in their own ways, a view wherever it can."""
+    """The outputs of a view or a split, each with one dimension cut: parts in their own ways, a view wherever it can."""
     for dim, size in enumerate(op.outs[0].shape):
         assert isinstance(size, int)
+        if op.name in JOINS and dim == op.dims("dim")[0]:
+            parts = tuple(segment for kind in op.ins for segment in cut_dim(int(kind.shape[dim])))  # type: ignore[arg-type]
+            yield [Layout(tuple(parts if d == dim else whole_dim(n) for d, n in enumerate(op.outs[0].shape)))]
+            continue
         for at in [None] if len(op.outs) > 1 else sorted(range(1, size), key=lambda at: (at * 2 == size, at)):
             shapes = [list(enumerate(kind.shape)) for kind in op.outs]
             outs = [Layout(tuple(cut_dim(int(n), at) if d == dim and n != 1 else whole_dim(n) for d, n in shape)) for shape in shapes]
@@ -157,7 +161,7 @@ def cut_places(op: Op) -> Iterator[list[Layout]]:
             break
 
 
-@pytest.mark.parametrize(("name", "example"), examples(sorted(RESHAPES | SPLITS)))
+@pytest.mark.parametrize(("name", "example"), examples(sorted(PARTED)))
 def test_views_and_splits_of_pieces(name: str, example: Example) -> None:
     call = Call.of(name, example)
     proved = 0
@@ -168,6 +172,17 @@ def test_views_and_splits_of_pieces(name: str, example: Example) -> None:
             call.agrees(call.sharded(outs, wants, given=given))
         proved += 1
     assert proved
+
+
+def test_parts_are_all_cut_or_none() -> None:
+    """A rank's gradient of what is before would else be its own piece of one part, and all of another."""
+    whole, cut, long = Layout((whole_dim(3), whole_dim(4))), Layout((whole_dim(3), cut_dim(5))), Layout((whole_dim(3), whole_dim(5)))
+    split, cat = (Call.of(name, EXAMPLES[name][0]).op for name in ("aten.split_with_sizes.default", "aten.cat.default"))
+    both = Layout((whole_dim(3), (*whole_dim(4), *cut_dim(5))))
+    assert backward(cat, [Layout((whole_dim(3), whole_dim(9)))]) == [whole, long]
+    for wrong in (lambda: backward(split, [whole, cut]), lambda: backward(cat, [both]), lambda: forward(cat, [whole, cut])):
+        with pytest.raises(LayoutError, match=r"^only a part of it is cut$"):
+            wrong()
 
 
 @pytest.mark.parametrize(("name", "example"), examples(sorted(RESHAPES)))

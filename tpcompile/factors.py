@@ -267,9 +267,17 @@ def _unfold(segment: Segment) -> list[Segment]:
 
 
 def join(first: Dim, second: Dim) -> Dim:
-    """The one layout that two users of a dimension agree on."""
+    """The one layout that two users of a dimension agree on: key/value heads that one of them wants apart are shared by nobody."""
     if same_dim(first, second):
         return first
     if held_by_all(first) and held_by_all(second):
         return first if cut_factors(first) else second
+    apart = _unshared(first)
+    if same_dim(apart, _unshared(second)):
+        return apart
     raise LayoutError("two uses of a value need it cut in different ways")
+
+
+def _unshared(dim: Dim) -> Dim:
+    """A dimension each index of which one coordinate has."""
+    return tuple(tuple(Factor(f.size, Open(f.cut.key)) if isinstance(f.cut, Open) else f for f in segment) for segment in dim)

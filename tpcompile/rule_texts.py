@@ -69,14 +69,6 @@ def moved(op: Op) -> str:
     return permuted(op, order)
 
 
-def joined(op: Op) -> str:
-    """Concatenation: the dimension along which operands follow each other stays whole."""
-    dim = op.dims("dim")[0]
-    texts = [" ".join(f"Z{i}!" if d == dim else string.ascii_lowercase[d] for d in range(op.rank(i))) for i in range(len(op.ins))]
-    out = " ".join("Z!" if d == dim else string.ascii_lowercase[d] for d in range(op.rank(0)))
-    return f"{', '.join(texts)} -> {out}"
-
-
 def stacked(op: Op) -> str:
     dim = op.argument("dim", 0) % (op.rank(0) + 1)
     names = letters(op, 0).split()

@@ -10,8 +10,8 @@ A rule names each dimension of each tensor operand by a letter, as in `"... k, n
     z     a letter that no output has is contracted: cut, it leaves a partial sum
 
 An operand's dimension of size one where the letter is longer is broadcast, hence whole. A row whose value is a function computes its text
-from the operation's arguments. Views are no products of letters: `RESHAPES` go through `factors.reshape`, `SPLITS` through
-`factors.divide`.
+from the operation's arguments. Views are no products of letters: `RESHAPES` go through `factors.reshape`; `SPLITS` and
+`JOINS` (concatenations) through `rule_parts`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompile.factors import LayoutError, concatenate, divide, divides, in_steps, join, quotient, reshape
+from tpcompile.factors import LayoutError, divides, in_steps, join, quotient, reshape
 from tpcompile.functions import kept
 from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, size_of, whole, whole_dim
 from tpcompile.operation import Op as Op
 from tpcompile.operation import argument as argument
 from tpcompile.operation import op_name as op_name
 from tpcompile.operation import view_op as view_op
+from tpcompile.rule_parts import joined, split, unjoined, unsplit
 from tpcompile.rule_texts import (
     along,
     attention,
@@ -44,7 +45,6 @@ from tpcompile.rule_texts import (
     gathered,
     index_selected,
     indexed,
-    joined,
     last,
     letters,
     moved,
@@ -98,11 +98,8 @@ RULES: Mapping[str, Rule] = {
     "aten.batch_norm.default": lambda op: batch_normed(op),
     "aten.bincount.default": "a! -> z!",
     "aten.bmm.default": "b m k, b k n -> b m n",
-    "aten.cat.default": lambda op: joined(op),
     "aten.chunk.default": lambda op: parted(op),
     "aten.col2im.default": lambda op: refolded(op),
-    "aten.concat.default": lambda op: joined(op),
-    "aten.concatenate.default": lambda op: joined(op),
     "aten.conv1d.default": lambda op: convolution(op, 1),
     "aten.conv1d.padding": lambda op: convolution(op, 1),
     "aten.conv2d.default": lambda op: convolution(op, 2),
@@ -233,7 +230,12 @@ RESHAPES = aten_names(
     """
 )
 
-SPLITS = frozenset(["aten.split_with_sizes.default"])
+SPLITS = aten_names("split_with_sizes.default")
+
+JOINS = aten_names("cat.default concat.default concatenate.default")
+
+PARTED = RESHAPES | SPLITS | JOINS
+"""Operations on the parts of dimensions, which letters cannot tell."""
 
 SUMS = aten_names("add.Tensor sub.Tensor")
 """A sum of two partial sums is a partial sum."""
@@ -298,7 +300,7 @@ def is_pointwise(op: Op) -> bool:
 
 def has_rule(op: Op) -> bool:
     way = kept(op.node.target)
-    return op.name in RULES or op.name in RESHAPES or op.name in SPLITS or is_pointwise(op) or bool(way and way.rule)
+    return op.name in RULES or op.name in PARTED or is_pointwise(op) or bool(way and way.rule)
 
 
 def no_rule(op: Op) -> str:
@@ -357,7 +359,9 @@ def backward(op: Op, outs: Sequence[Layout | None]) -> list[Layout]:
     if op.name in RESHAPES:
         return [reshape(_only(outs), op.ins[0].shape)] + [whole(*kind.shape) for kind in op.ins[1:]]
     if op.name in SPLITS:
-        return [_unsplit(op, outs)]
+        return [unsplit(op, outs)]
+    if op.name in JOINS:
+        return unjoined(op, _only(outs))
     if op.name in LIMITS:
         LIMITS[op.name](_only(outs))
     bound = bind_rule(op)
@@ -431,17 +435,6 @@ def shared_dim(dim: Dim, size: Size) -> Dim:
     raise LayoutError("a number of heads that is not known")
 
 
-def _unsplit(op: Op, outs: Sequence[Layout | None]) -> Layout:
-    dim = op.dims("dim")[0]
-    required = [layout for layout in outs if layout is not None]
-    dims = list(required[0].dims)
-    for layout in required[1:]:
-        dims = [d if i == dim else join(d, e) for i, (d, e) in enumerate(zip(dims, layout.dims, strict=True))]
-    parts = [layout.dims[dim] if layout else whole_dim(kind.shape[dim]) for layout, kind in zip(outs, op.outs, strict=True)]
-    dims[dim] = concatenate(parts) if any(cut_factors(part) for part in parts) else whole_dim(op.ins[0].shape[dim])
-    return Layout(tuple(dims))
-
-
 def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> list[Layout]:
     """The outputs' layouts, given the operands'. The other direction of `backward`, and the law that `verify` holds programs to.
 
@@ -452,9 +445,9 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> l
     if op.name in RESHAPES:
         return [reshape(ins[0], op.outs[0].shape)]
     if op.name in SPLITS:
-        at = op.dims("dim")[0]
-        parts = divide(ins[0].dims[at], [kind.shape[at] for kind in op.outs])
-        return [Layout((*ins[0].dims[:at], part, *ins[0].dims[at + 1 :]), ins[0].partial) for part in parts]
+        return split(op, ins[0])
+    if op.name in JOINS:
+        return [joined(op, ins)]
     bound = bind_rule(op)
     dims: dict[str, Dim] = {}
     for tokens, layout, kind in zip(bound.ins, ins, op.ins, strict=True):

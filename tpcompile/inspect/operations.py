@@ -19,10 +19,10 @@ def operations() -> str:
     | `aten.bmm.default`   | `b m k, b k n -> b m n`  |                                               |
     | `aten.cumsum.default`| `along(op)`              | Works along dimensions, which stay whole; … |
     """
-    shapes = len(rules.RESHAPES | rules.SPLITS)
+    views = len(rules.PARTED)
     parts = [
         "# Operations",
-        f"{len(rules.RULES)} rules, {len(rules.POINTWISE)} element-wise operations beside those that torch tags so, {shapes} views.",
+        f"{len(rules.RULES)} rules, {len(rules.POINTWISE)} element-wise operations beside those that torch tags so, {views} views.",
         "Written by `tpcompile inspect --rules`. An operation that is not here stays whole, and the plan says so.",
         inspect.cleandoc(_letters()),
         "\n".join(_table()),
@@ -33,6 +33,7 @@ def operations() -> str:
         ),
         _names("Views", "the factors of a dimension are kept, merged or divided", rules.RESHAPES),
         _names("Splits", "a dimension is divided at the sizes that the call gives", rules.SPLITS),
+        _names("Joins", "dimensions follow each other: all of them cut, each in its own way, or none", rules.JOINS),
         _names("Sums", "of two partial sums a partial sum is made", rules.SUMS),
     ]
     return "\n\n".join(parts) + "\n"
