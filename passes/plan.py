@@ -29,6 +29,7 @@ from tpcompile.layout import (
     size_of,
 )
 from tpcompile.passes._reasons import user_line
+from tpcompile.passes._trim import reads, trimmed
 from tpcompile.rules import Op, bind_rule, forward, has_rule, op_name, view_op, wants_of
 
 RANK: Mapping[Kind, int] = {"attention": 0, "mlp": 1, "linear": 2, "column": 3, "row": 3}
@@ -36,8 +37,6 @@ RANK: Mapping[Kind, int] = {"attention": 0, "mlp": 1, "linear": 2, "column": 3, 
 
 CONFLICT = 2
 """What another region has, or would have to share, is the last reason to give; that of a region's row goes before that of its columns."""
-
-SHAPES_ONLY = ("aten.sym_size.int", "aten._assert_tensor_metadata.default")
 
 
 def plan(program: Program, cones: Sequence[Cone], axis: str, parts: int, overrides: Mapping[str, str]) -> Plan:
@@ -51,6 +50,7 @@ def plan(program: Program, cones: Sequence[Cone], axis: str, parts: int, overrid
         unions = unite([cone for cone in cones if cone.columns])
         for union in sorted(unions, key=lambda u: (RANK[u.kind], -u.weight(program), chooser.order[u.rows[0]])):
             chooser.consider(union)
+        chooser.consider_trimmed()
         chooser.force()
     regions = sorted(
         chooser.regions, key=lambda region: chooser.order[next(iter(region.rows), region.columns[0] if region.columns else "")]
@@ -123,6 +123,7 @@ class _Chooser:
         self.reasons: dict[str, tuple[int, str]] = {}  # linear → the weight of a reason, lowest first, and the reason
         self.taken: dict[str, Layout | tuple[Layout, ...]] = {}
         self.rows: set[str] = set()
+        self.late: list[Union] = []
         self.matched: set[str] = set()
 
     def consider(self, union: Union) -> None:
@@ -168,19 +169,36 @@ class _Chooser:
 
     def objection(self, union: Union) -> str:
         """Why this union is not worth cutting by itself."""
-        cut = {*union.layouts, *union.rows}
-        for name, layout in union.layouts.items():
-            for user in self.nodes[name].users:
-                if user.name not in cut and op_name(user) not in (*SHAPES_ONLY, "getitem") and not can_gather(layout):
-                    return f"its value {name} is also used whole, and cannot be gathered: the batch is part of the dimension that is cut"
-                outside = user.name not in cut and user.op != "output" and op_name(user) not in (*SHAPES_ONLY, "getitem")
-                if outside and union.kind != "attention" and name not in self.program.parameters:
-                    return f"its value {name} is also used whole, by {user.name}{self.at(user.name)}"
+        for name, user in self.outside(union):
+            if not can_gather(union.layouts[name]):
+                return f"its value {name} is also used whole, and cannot be gathered: the batch is part of the dimension that is cut"
+            if union.kind != "attention" and name not in self.program.parameters and reads(user):
+                self.late.append(union)
+                return f"its value {name} is also used whole, by {user.name}{self.at(user.name)}"
         if union.kind == "linear" and any(
             operand.name in self.taken for row in union.columns for operand in self.nodes[row].all_input_nodes
         ):
             return "a chain of linears inside another region"
         return ""
+
+    def outside(self, union: Union) -> list[tuple[str, fx.Node]]:
+        """The cut values of a union that something else uses, with that."""
+        cut = {*union.layouts, *union.rows}
+        uses = ((name, user) for name in union.layouts for user in self.nodes[name].users)
+        return [
+            (name, user)
+            for name, user in uses
+            if user.name not in cut and (user.op == "output" or reads(user)) and op_name(user) != "getitem"
+        ]
+
+    def consider_trimmed(self) -> None:
+        """Unions whose values are also used whole, once more without these values: rows take pieces of them."""
+        for union in tuple(self.late):
+            used = {name for name, user in self.outside(union) if reads(user) and name not in self.program.parameters}
+            if all(can_gather(union.layouts[name]) for name in used):
+                layouts = trimmed(union.layouts, union.rows, union.columns, self.nodes, used)
+                if layouts:
+                    self.consider(replace(union, layouts=layouts, columns=tuple(name for name in union.columns if name in layouts)))
 
     def at(self, name: str) -> str:
         source = self.program.sources.get(name)

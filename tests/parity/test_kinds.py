@@ -73,10 +73,37 @@ class Scaled(Block):
         return self.down(torch.relu(hidden) * scale)
 
 
+class Mixed(Block):
+    """A gated MLP whose second factor comes through a norm: whole, and each rank takes its piece of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.other, self.down = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def block(self, x: Tensor) -> Tensor:
+        other = self.other(x)
+        other = other * torch.rsqrt(other.pow(2).mean(-1, keepdim=True) + 1e-3)
+        return self.down(F.gelu(self.gate(x)) * other)
+
+
+class Kept(Block):
+    """An MLP whose hidden value is wanted entire by something else: the one linear that makes it is whole, the gate beside it is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def block(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(F.silu(self.gate(x)) * up) * up.softmax(-1).amax(-1, keepdim=True)
+
+
 KINDS: dict[Callable[[], Block], set[str]] = {
     Joined: {"q.weight", "k.weight", "v.weight", "mix.weight", "out.weight"},
     SharedKeys: {"qkv.weight", "out.weight"},
     Scaled: set(),
+    Mixed: {"gate.weight", "down.weight"},
+    Kept: {"gate.weight", "down.weight"},
 }
 """Each kind, and the weights that are cut of it over two ranks."""
 
