@@ -1,6 +1,6 @@
 """Symbols: one name for equal sizes of different inputs, `b` for the rows, `s`, `s1`, … for the rest.
 
-    input_ids [s72, s70], labels [s97, s38]   →   input_ids [b, s], labels [b, s]
+input_ids [s72, s70], labels [s97, s38]   →   input_ids [b, s], labels [b, s]
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from torch import fx
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Count, Draft, Program
 from tpcompile.layout import TensorType, product
-from tpcompile.passes._rows import Rows, symbol_nodes
+from tpcompile.passes._lengths import symbol_nodes
+from tpcompile.passes._rows import Rows
 from tpcompile.rules import argument, aten_names, op_name
 
 aten = torch.ops.aten

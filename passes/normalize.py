@@ -13,6 +13,7 @@ from tpcompile.factors import divides, quotient
 from tpcompile.ir import Draft, Program
 from tpcompile.layout import Size, TensorType
 from tpcompile.passes._dropout import key_dropout
+from tpcompile.passes._products import keep_dims
 from tpcompile.rules import argument, op_name
 
 aten = torch.ops.aten
@@ -27,13 +28,15 @@ def normalize(program: Program, dropout: str = "local") -> Program:
     before  %y = reshape(expand(unsqueeze(%x, 2)))        after  %y = repeat_interleave(%x, 2, 1)
     before  %y = repeat(%x, [1, 3])                      after  %y = flatten(expand(unsqueeze(%x, 1), [-1, 3, -1]), 1, 2)
     before  %y = slice(%x, 2, 0, END, 2)                 after  %y = select(unflatten(%x, 2, [64, 2]), 3, 0)
+    before  %y = view(addmm(%b, view(%x, [-1, k]), %w))   after  %y = linear(%x, t(%w), %b)
     before  %y = dropout(%x, 0.1)                         after  %y = dropout(%x, 0.1, %rng_key, 0)
     before  %y = to(%x, float32) : f32 from f32           after  %x
     before  %a, %b = broadcast_tensors(%x, %y)            after  %x, %y
     before  %y = view_as(%x, %z), %u = type_as(%x, %z)    after  %y = view(%x, [4, 16]), %u = to(%x, f32)
     """
     draft = Draft(program)
-    for rewrite in (name_sizes, drop_identities, spell_tiles, split_evenly, take_strides, slice_constants, join_slices, name_repeats):
+    passes = (name_sizes, drop_identities, keep_dims, spell_tiles, split_evenly, take_strides, slice_constants, join_slices, name_repeats)
+    for rewrite in passes:
         for node in list(draft.graph.nodes):
             if node.op == "call_function" and node not in draft.erased:
                 rewrite(draft, node)

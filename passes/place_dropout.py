@@ -13,8 +13,9 @@ from tpcompile.errors import Refused
 from tpcompile.factors import LayoutError, in_steps, quotient
 from tpcompile.ir import Draft, Program
 from tpcompile.layout import Size, TensorType, cut_factors
+from tpcompile.passes._lengths import symbol_nodes
 from tpcompile.passes._orders import ROWS
-from tpcompile.passes._rows import Rows, symbol_nodes
+from tpcompile.passes._rows import Rows
 from tpcompile.rules import argument, op_name
 
 aten = torch.ops.aten

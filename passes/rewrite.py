@@ -14,7 +14,9 @@ from torch import fx
 from tpcompile.collectives import ops
 from tpcompile.factors import in_steps
 from tpcompile.ir import Local, PerRank, Sharded
-from tpcompile.layout import Cut, Dim, Layout, bounds, cut_factors, local_size, pieces, same, size_of, whole
+from tpcompile.layout import Cut, Dim, Even, Layout, Size, bounds, cut_factors, local_size, pieces, same, size_of, whole
+from tpcompile.passes._entering import along_positions
+from tpcompile.passes._lengths import symbol_nodes
 from tpcompile.rules import ADDENDS, Op, addend, argument, op_name, view_op, wants_of
 
 
@@ -43,10 +45,14 @@ class _Writer:
         self.layouts: dict[str, Layout | tuple[Layout, ...]] = {}
         self.origins: dict[str, str] = {}
         self.converted: dict[tuple[str, str, str], fx.Node] = {}
+        self.lengths: dict[Size, fx.Node | int] = {}
 
     # --- nodes
 
     def write(self, node: fx.Node) -> None:
+        if op_name(node) == "aten.sym_size.int" and self.cut_at(node):
+            self.values[node] = self.length(self.program.types[node.name])  # type: ignore[assignment,arg-type]
+            return
         if node.op == "output":
             self.graph.output(fx.map_arg(node.args[0], lambda n: self.whole_value(n, node)))
             return
@@ -68,24 +74,28 @@ class _Writer:
             node.op, VIEWS.get(op_name(node), target), args, kwargs, node.name, self.sharded.layouts.get(node.name), node.name
         )
 
+    def cut_at(self, node: fx.Node) -> bool:
+        """Whether the size that is read is one of which a rank's piece has a share only."""
+        source, dim = node.args[0], node.args[1]
+        layout = self.sharded.layouts.get(source.name) if isinstance(source, fx.Node) else None
+        return isinstance(layout, Layout) and bool(cut_factors(layout.dims[dim]))  # type: ignore[index]
+
     def write_row(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A contraction over a cut factor: a partial sum, reduced; what is added to it (a bias) comes after, once."""
+        """A partial sum, reduced unless it is to wait; what a contraction adds to it (a bias) comes after, once."""
         reduced = self.sharded.layouts[node.name]
         assert isinstance(reduced, Layout)
-        partial = Layout(reduced.dims, (self.sharded.axis,))
+        partial = Layout(_uncut(reduced).dims, (self.sharded.axis,))
         target, args, kwargs, addend = split_addend(node, args, kwargs)
-        name, origin = node.name, "" if addend is not None else node.name
+        target, name, origin = VIEWS.get(op_name(node), target), node.name, "" if addend is not None else node.name
+        if reduced.partial:
+            self.values[node] = self.add("call_function", target, args, kwargs, name, reduced, name)
+            return
         made = self.add("call_function", target, args, kwargs, f"{name}_partial", partial, origin)
-        made = self.add(
-            "call_function",
-            ops.reduce.default,
-            (made, self.sharded.axis),
-            {},
-            f"{name}_sum" if addend is not None else name,
-            reduced,
-            origin,
-        )
+        made = self.reduced(made, reduced, f"{name}_sum" if addend is not None else name, origin)
         if addend is not None:
+            if along_positions(reduced):
+                value = next(n for n in node.all_input_nodes if self.values.get(n) is addend)
+                addend = self.piece(value, _uncut(self.layout_of(value)), node)
             if places := CHANNELS.get(op_name(node), 0):
                 addend = self.graph.create_node(
                     "call_function", torch.ops.aten.view.default, (addend, [-1] + [1] * places), name=f"{name}_addend"
@@ -103,6 +113,12 @@ class _Writer:
             self.origins[node.name] = origin
         return node
 
+    def reduced(self, partial: fx.Node, layout: Layout, name: str, origin: str) -> fx.Node:
+        """A partial sum, summed: whole, or this rank's positions of it."""
+        if along_positions(layout):
+            return self.positions("seq_scatter", partial, name, layout, layout, origin)
+        return self.add("call_function", ops.reduce.default, (partial, self.sharded.axis), {}, name, layout, origin)
+
     # --- values in the layouts that their uses need
 
     def whole_value(self, value: fx.Node, user: fx.Node) -> fx.Node:
@@ -116,8 +132,26 @@ class _Writer:
         """A value in the layout that an operation on pieces needs. Its gradient there is a partial sum, unless it is cut."""
         have = self.sharded.layouts[value.name]
         assert isinstance(have, Layout)
+        if have.partial and same(have, want):
+            return self.values[value]
         if have.is_cut and same(have, want):
             return self.owned(value, have)
+        if along_positions(want):
+            return self.once(
+                "positions",
+                value,
+                user,
+                str(want),
+                lambda: self.positions("seq_slice", self.values[value], f"{value.name}_slice", want, want, value.name),
+            )
+        if along_positions(have) and value.name not in self.sharded.gathering:
+            return self.once(
+                "positions",
+                value,
+                None,
+                "",
+                lambda: self.positions("seq_gather", self.values[value], f"{value.name}_gather", have, _uncut(have), value.name),
+            )
         node = self.gathered(value, have) if have.is_cut else self.values[value]
         if value.name in self.sharded.entering:
             node = self.once(
@@ -146,6 +180,14 @@ class _Writer:
         )
 
     def gathered(self, value: fx.Node, have: Layout) -> fx.Node:
+        if along_positions(have):
+            return self.once(
+                "gather",
+                value,
+                None,
+                "",
+                lambda: self.positions("seq_whole", self.values[value], f"{value.name}_whole", have, _uncut(have), value.name),
+            )
         dim, places = next((d, p) for d, p in enumerate(have.dims) if cut_factors(p))
         return self.once(
             "gather",
@@ -164,6 +206,30 @@ class _Writer:
         where = (dim, bounds(places, self.sharded.parts)) if places else ()
         return self.add("call_function", getattr(ops, kind).default, (node, self.sharded.axis, *where), {}, name, have, origin)
 
+    def positions(self, kind: str, node: fx.Node, name: str, cut: Layout, have: Layout, origin: str) -> fx.Node:
+        """A conversion to or from a value that is cut along its positions."""
+        dim, places = next((d, p) for d, p in enumerate(cut.dims) if cut_factors(p))
+        length = self.length(size_of(places))
+        return self.add("call_function", getattr(ops, kind).default, (node, self.sharded.axis, dim, length), {}, name, have, origin)
+
+    def length(self, size: Size) -> fx.Node | int:
+        """A size of the global program, in this graph."""
+        if size not in self.lengths:
+            placeholders = {node.name: made for node, made in self.values.items() if node.op == "placeholder"}
+            self.lengths[size] = symbol_nodes(self.graph, self.program, size, placeholders)
+        return self.lengths[size]
+
+    def first_position(self, size: Size) -> fx.Node:
+        """Where this rank's positions of a sequence begin: as many pieces before as its coordinate, some of them longer by one."""
+        length, parts = self.length(size), self.sharded.parts
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            return self.graph.create_node("call_function", target, args, {}, "position")
+
+        own = self.number(lambda coordinate: coordinate)
+        pieces = call(operator.mul, call(operator.floordiv, length, parts), own)
+        return call(operator.add, pieces, call(torch.sym_min, own, call(operator.mod, length, parts)))
+
     def once(self, kind: str, value: fx.Node, user: fx.Node | None, detail: str, make: Callable[[], fx.Node]) -> fx.Node:
         """One conversion serves all uses of a value; of a parameter, all uses in one layer, so that layers stay apart."""
         layer = self.layer(user) if user is not None and value.op == "placeholder" else ""
@@ -171,6 +237,11 @@ class _Writer:
         if key not in self.converted:
             self.converted[key] = make()
         return self.converted[key]
+
+    def layout_of(self, value: fx.Node) -> Layout:
+        layout = self.sharded.layouts[value.name]
+        assert isinstance(layout, Layout)
+        return layout
 
     def layer(self, node: fx.Node) -> str:
         source = self.program.sources.get(node.name)
@@ -263,6 +334,9 @@ def _drop_at(op: Op, writer: _Writer, layout: Layout, args: tuple[Any, ...]) -> 
     for dim, places in enumerate(layout.dims):
         if cut_factors(places):
             steps, factor = in_steps(places)
+            if isinstance(factor.cut, Even):
+                cuts += [dim, writer.first_position(factor.size), writer.length(factor.size)]
+                continue
             assert isinstance(factor.cut, Cut)
             if steps != 1 or dim == rows:
                 apart = dim
@@ -293,6 +367,10 @@ def _local_dim(writer: _Writer, size: Any, dim: Dim) -> Any:
         return size
     if isinstance(size_of(dim), int):
         return _size(writer, dim)
+    if any(isinstance(factor.cut, Even) for factor in cut_factors(dim)):
+        parts = writer.sharded.parts
+        more = writer.graph.create_node("call_function", operator.add, (size, writer.number(lambda c: parts - 1 - c)), name="held_most")
+        return writer.graph.create_node("call_function", operator.floordiv, (more, parts), name="held_size")
     shares = [sympy.Rational(sympy.sympify(local_size(dim, c)) / size_of(dim)) for c in range(writer.sharded.parts)]
     whole = math.lcm(*(int(share.q) for share in shares))
     held = writer.number(lambda c: int(shares[c] * whole))

@@ -202,11 +202,10 @@ class _Cutter:
     def _boundary(self, node: fx.Node) -> Boundary:
         origin = self.local.origins.get(node.name, node.name)
         kind, layout = self.local.program.types.get(origin), self.local.layouts.get(node.name)
-        if not isinstance(kind, TensorType) or not kind.dtype.is_floating_point or (isinstance(layout, Layout) and not layout.is_whole):
-            source: object = self.local.program.sources.get(origin, "")
-            what = "is cut over the tensor axis" if isinstance(layout, Layout) and not layout.is_whole else "is no floating-point tensor"
-            raise Refused(f"{origin} would cross from one pipeline stage to the next, and {what}", source=str(source), fix="use pp=1")
-        return Boundary(node.name, kind, True)
+        if not isinstance(kind, TensorType) or not kind.dtype.is_floating_point or not isinstance(layout, Layout):
+            source, what = str(self.local.program.sources.get(origin, "")), "is no floating-point tensor"
+            raise Refused(f"{origin} would cross from one pipeline stage to the next, and {what}", source=source, fix="use pp=1")
+        return Boundary(node.name, kind, True, layout)
 
 
 def _free(local: Local) -> Iterable[fx.Node]:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from tpcompile.ir import Boundary, Input, Program, Source, Stage
-from tpcompile.layout import TensorType
+from tpcompile.layout import TensorType, whole
 
 
 def program_of(model: nn.Module, inputs: Mapping[str, Tensor], layers: Sequence[str]) -> Program:
@@ -69,7 +69,7 @@ def stage_of(program: Program, graph: fx.Graph, index: int = 0, receives: Sequen
     held = {node.name for node in graph.find_nodes(op="placeholder")}
 
     def boundaries(names: Sequence[str]) -> tuple[Boundary, ...]:
-        return tuple(Boundary(name, program.types[name], True) for name in names)  # type: ignore[arg-type]
+        return tuple(Boundary(name, program.types[name], True, whole(*program.types[name].shape)) for name in names)  # type: ignore[arg-type, union-attr]
 
     return Stage(
         index,

@@ -1,7 +1,7 @@
 """A two-stage model lowered by hand: the runtime's tests need no compiler, and disagree with none.
 
-    stage 0   embedding (tied) → linear → tanh
-    stage 1   head (tied) → cross-entropy, a mean over the labels that are not ignored
+stage 0   embedding (tied) → linear → tanh
+stage 1   head (tied) → cross-entropy, a mean over the labels that are not ignored
 """
 
 from __future__ import annotations

@@ -37,6 +37,26 @@ class Encoder(nn.Module):
         return logits
 
 
+class Experts(nn.Module):
+    """Two of four experts for every token, in a loop, beside one that all tokens share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(12, 4)
+        self.up = nn.Parameter(torch.randn(4, 10, 12) / 4)
+        self.down = nn.Parameter(torch.randn(4, 12, 10) / 4)
+        self.shared_up, self.shared_down = nn.Linear(12, 9), nn.Linear(9, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 12)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        kept = torch.zeros(rows.shape[0], 4, dtype=x.dtype).scatter(1, chosen, weights)
+        made = torch.zeros_like(rows)
+        for expert in range(4):
+            made = made + F.linear(F.silu(F.linear(rows, self.up[expert])), self.down[expert]) * kept[:, expert, None]
+        return made.view_as(x) + self.shared_down(F.silu(self.shared_up(x)))
+
+
 def classified(outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(outputs, batch["classes"])
 

@@ -16,6 +16,7 @@ LAYERS = (
     ("functions",),
     ("factors",),
     ("operation",),
+    ("linear",),
     ("rule_texts", "rule_parts"),
     ("rules",),
     ("collectives",),

@@ -138,7 +138,7 @@ def test_a_partial_sum_that_is_not_reduced() -> None:
     def change(graph: fx.Graph, node: fx.Node, by: dict[fx.Node, fx.Node]) -> fx.Node | None:
         return by[node.all_input_nodes[0]] if node.name == "linear_3_sum" else None
 
-    rejected(edited(made, change), "linear_3 adds linear_3_partial, a partial sum, to a whole value")
+    rejected(edited(made, change), "linear_3 reads linear_3_partial, a partial sum that is not reduced")
 
 
 def test_a_partial_sum_that_something_else_reads() -> None:
@@ -187,7 +187,7 @@ def test_an_enter_that_whole_uses_share() -> None:
         entered = next(new for old, new in by.items() if old.name == "add_enter")
         return graph.create_node("call_function", node.target, (entered, by[node.all_input_nodes[1]]), name=node.name)
 
-    rejected(edited(made, change), "add_1 works on whole values and reads add_enter: its gradient would be counted by every rank")
+    rejected(edited(made, change), "add_1 works on pieces and reads linear_3 whole: its gradient is a partial sum, and is not reduced")
 
 
 def test_an_enter_of_what_is_cut() -> None:

@@ -1,7 +1,7 @@
 """tpcompile: one call from an unmodified PyTorch Transformer to tensor × pipeline × data parallel training.
 
-    compiled = tpcompile.compile(model, "dp=2,pp=2,tp=2", batch)     what every rank runs
-    report = tpcompile.check(model, "dp=2,pp=2,tp=2", batch)         whether it computes the same numbers
+compiled = tpcompile.compile(model, "dp=2,pp=2,tp=2", batch)     what every rank runs
+report = tpcompile.check(model, "dp=2,pp=2,tp=2", batch)         whether it computes the same numbers
 """
 
 from tpcompile import testing

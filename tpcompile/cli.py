@@ -62,6 +62,12 @@ def _model(command: argparse.ArgumentParser, *, needed: bool = True) -> None:
     how = "how masks are drawn; check compares dropout if they are exact (default: local)"
     command.add_argument("--dropout", choices=("local", "exact", "fast"), default="local", help=how)
     _sizes(command, mesh=None, rows=8, sequence=16, needed=needed)
+    command.add_argument(
+        "--sequence-parallel",
+        choices=("on", "off", "regather"),
+        default="on",
+        help="whether tensor ranks keep their own positions between regions; regather: and gather them again in backward (default: on)",
+    )
 
 
 def _sizes(command: argparse.ArgumentParser, *, mesh: str | None, rows: int, sequence: int, needed: bool = True) -> None:
@@ -102,11 +108,17 @@ def _demo(args: argparse.Namespace) -> int:
     return 0 if demo(work, Console(soft_wrap=True)) else 1
 
 
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keywords of `compile` and `check` that the command line gives."""
+    sequence_parallel = {"on": True, "off": False}.get(args.sequence_parallel, "regather")
+    return {"microbatches": args.microbatches, "dropout": args.dropout, "sequence_parallel": sequence_parallel}
+
+
 def _plan(args: argparse.Namespace) -> int:
     import tpcompile
 
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
-    print(tpcompile.compile(model, args.mesh, batch, microbatches=args.microbatches, dropout=args.dropout).explain())
+    print(tpcompile.compile(model, args.mesh, batch, **_options(args)).explain())
     return 0
 
 
@@ -122,7 +134,7 @@ def _inspect(args: argparse.Namespace) -> int:
             f"{', '.join(missing)} not given", at="tpcompile inspect", fix="give all of MODEL, --mesh and --pass, or --rules alone"
         )
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
-    compiled = tpcompile.compile(model, args.mesh, batch, microbatches=args.microbatches, dropout=args.dropout)
+    compiled = tpcompile.compile(model, args.mesh, batch, **_options(args))
     if args.after == "emit":
         print(compiled.program(args.rank or 0).source)
         return 0
@@ -141,6 +153,6 @@ def _check(args: argparse.Namespace) -> int:
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
     if args.dtype:
         model.to(getattr(torch, args.dtype))
-    report = tpcompile.check(model, args.mesh, batch, microbatches=args.microbatches, dropout=args.dropout)
+    report = tpcompile.check(model, args.mesh, batch, **_options(args))
     print(report.to_json() if args.json else report)
     return 0 if report.ok else 1

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from sympy import Symbol
@@ -23,6 +23,7 @@ from tpcompile.messages import stage_messages
 from tpcompile.passes._dropout import drops
 from tpcompile.passes._parts import arrange
 from tpcompile.passes.capture import capture
+from tpcompile.passes.delay import delay
 from tpcompile.passes.detect import detect
 from tpcompile.passes.divide_loss import divide_loss
 from tpcompile.passes.emit import RankProgram, emit
@@ -32,6 +33,7 @@ from tpcompile.passes.place_dropout import place_dropout
 from tpcompile.passes.plan import plan
 from tpcompile.passes.propagate import propagate
 from tpcompile.passes.rewrite import rewrite
+from tpcompile.passes.sequence import sequence
 from tpcompile.passes.split import split
 from tpcompile.rules import op_name
 from tpcompile.text import text
@@ -51,6 +53,7 @@ class Options:
     data_parallel: str = "ddp"
     overrides: Mapping[str, str] = field(default_factory=dict)
     dropout: str = "local"  # or "exact", "fast"
+    sequence_parallel: bool | Literal["regather"] = True
 
     def parts(self, mesh: Mesh) -> int:
         """In how many parts a batch's rows are divided."""
@@ -144,8 +147,10 @@ def lower_captured(
     chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, options.overrides))
     sharded = verify(log.run("propagate", program, lambda: propagate(program, chosen, "tp", mesh.tp)))
     _refuse_whole_draws(sharded)
+    delayed = verify(log.run("delay", sharded, lambda: delay(sharded)))
+    sharded = verify(log.run("sequence", delayed, lambda: sequence(delayed))) if options.sequence_parallel else delayed
     rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
-    local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten)))
+    local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten, gather_again=options.sequence_parallel == "regather")))
     stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch))))
     step = _step(local, stages, mesh, options)
     sizes, history = sizes_of(program, batch), MappingProxyType(log.steps)

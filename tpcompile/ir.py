@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from tpcompile.layout import Layout, Size, TensorType
+from tpcompile.layout import Layout, Size, TensorType, local_size
 
 Type = TensorType | tuple[TensorType, ...] | Size
 """What a node makes: a tensor, several tensors, or a symbolic size."""
@@ -154,7 +154,8 @@ class Plan:
 class Sharded:
     """A program with a layout for every value. `rows` make partial sums; their operands' layouts are given with them.
 
-    `entering` are the whole values whose gradient is a partial sum where a region uses them.
+    `entering` are the whole values whose gradient is a partial sum where a region uses them. Of the values that are cut along their
+    positions, `gathering` are those that some operation outside of regions needs whole; `stretches` says which do, and why.
     """
 
     program: Program
@@ -164,6 +165,8 @@ class Sharded:
     layouts: Mapping[str, Layout | tuple[Layout, ...]]
     rows: Mapping[str, tuple[Layout, ...]]
     entering: frozenset[str]
+    gathering: frozenset[str] = frozenset()
+    stretches: tuple[Left, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -197,11 +200,16 @@ class PerRank:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A tensor that crosses from one stage to the next, whole on every tensor rank."""
+    """A tensor that crosses from one stage to the next: each tensor rank sends what it holds to its like."""
 
     name: str
     type: TensorType
     requires_grad: bool
+    layout: Layout
+
+    def shape(self, coordinate: int) -> tuple[Size, ...]:
+        """Its local shape on a coordinate of the tensor axis."""
+        return tuple(local_size(dim, coordinate) for dim in self.layout.dims)
 
 
 @dataclass(frozen=True)

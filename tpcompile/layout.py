@@ -5,6 +5,7 @@ one range of the factor's indices per coordinate. Ranges may be uneven, and may 
 
     f32[b, s, 4@tp·16 | 2@tp·16 | 2@tp·16]      q, k, v stacked, whole heads on every rank
     f32[b, 14@tp{0:4, 4:8, 8:11, 11:14}, s, 64]  14 heads on 4 ranks
+    f32[b, s@tp, 64]                             a sequence of any length in pieces that are as equal as can be
 
 Every structure here has one text form, and `parse` reads it back.
 """
@@ -67,14 +68,38 @@ class Open:
 
 
 @dataclass(frozen=True)
+class Even:
+    """Consecutive pieces, one per coordinate, whose lengths differ by one at most, the longer first.
+
+    The cut of a length that may be known only when the program runs: a sequence's.
+    """
+
+    axis: str
+    parts: int
+
+    def length(self, size: Size, coordinate: int) -> Size:
+        """The length of a coordinate's piece."""
+        return (size + self.parts - 1 - coordinate) // self.parts
+
+    def held(self, size: int, coordinate: int) -> Range:
+        """A coordinate's piece of a known length."""
+        start = coordinate * (size // self.parts) + min(coordinate, size % self.parts)
+        return start, start + int(self.length(size, coordinate))
+
+
+@dataclass(frozen=True)
 class Factor:
     size: Size
-    cut: Cut | Open | None = None
+    cut: Cut | Open | Even | None = None
 
     def __str__(self) -> str:
         match self.cut:
             case None:
                 return str(self.size)
+            case Even(axis, parts) if isinstance(self.size, int):
+                return str(Factor(self.size, Cut(axis, tuple(self.cut.held(self.size, c) for c in range(parts)))))
+            case Even(axis, _):
+                return f"{self.size}@{axis}"
             case Open(key, shared):
                 return f"{self.size}@?{key}" + ("~" if shared else "")
             case Cut(axis, ranges):
@@ -133,6 +158,8 @@ def _parse_factor(text: str, parts: int) -> Factor:
         return Factor(size)
     if match[2].startswith("?"):
         return Factor(size, Open(int(match[2].strip("?~")), shared=match[2].endswith("~")))
+    if match[3] is None and not isinstance(size, int):
+        return Factor(size, Even(match[2], parts))
     if match[3] is None:
         ranges = tuple((i * size // parts, (i + 1) * size // parts) for i in range(parts))
     else:
@@ -212,7 +239,7 @@ def _merge_factors(segment: Segment) -> Segment:
     for factor in segment:
         if factor.cut is None and factor.size == 1:
             continue
-        if factors and factor.cut is None:
+        if factors and factor.cut is None and not isinstance(factors[-1].cut, Even):
             last = factors[-1]
             factors[-1] = Factor(last.size * factor.size, _scaled(last.cut, factor.size))
         else:
@@ -220,7 +247,7 @@ def _merge_factors(segment: Segment) -> Segment:
     return tuple(factors) or (Factor(1),)
 
 
-def _scaled(cut: Cut | Open | None, by: Size) -> Cut | Open | None:
+def _scaled(cut: Cut | Open | Even | None, by: Size) -> Cut | Open | Even | None:
     if isinstance(cut, Cut):
         return Cut(cut.axis, tuple((start * by, stop * by) for start, stop in cut.ranges))
     return cut
@@ -234,7 +261,9 @@ def held_by_all(dim: Dim) -> bool:
     """Whether a dimension of size one is on every coordinate: whole, or one key/value head that all of them need."""
     if size_of(dim) != 1:
         return False
-    return all(isinstance(f.cut, Open) or all(held == (0, 1) for held in f.cut.ranges) for f in cut_factors(dim) if f.cut is not None)
+    return all(
+        isinstance(f.cut, Open) or (isinstance(f.cut, Cut) and all(held == (0, 1) for held in f.cut.ranges)) for f in cut_factors(dim)
+    )
 
 
 def fits(made: Layout, declared: Layout) -> bool:
@@ -273,7 +302,8 @@ def _refine(ranges: Sequence[Range], factor: Factor, coordinate: int) -> Iterabl
         raise TpcompileError(f"the cut of {factor} has no ranges yet")
     if factor.cut is None:
         return [(start * int(factor.size), stop * int(factor.size)) for start, stop in ranges]
-    low, high = factor.cut.ranges[coordinate]
+    cut = factor.cut
+    low, high = cut.held(int(factor.size), coordinate) if isinstance(cut, Even) else cut.ranges[coordinate]
     return [(index * int(factor.size) + low, index * int(factor.size) + high) for start, stop in ranges for index in range(start, stop)]
 
 
@@ -293,7 +323,7 @@ def _held(factor: Factor, coordinate: int) -> Size:
     if isinstance(factor.cut, Cut):
         start, stop = factor.cut.ranges[coordinate]
         return stop - start
-    return factor.size
+    return factor.cut.length(factor.size, coordinate) if isinstance(factor.cut, Even) else factor.size
 
 
 def concrete(layout: Layout, sizes: Mapping[sympy.Symbol, int]) -> Layout:

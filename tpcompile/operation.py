@@ -41,6 +41,11 @@ def op_name(node: fx.Node) -> str:
     return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
 
 
+def aten_names(words: str) -> frozenset[str]:
+    """Names of aten operations, written without their namespace."""
+    return frozenset(f"aten.{word}" for word in words.split())
+
+
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """The value of the schema's argument `name` in a call, or its default."""
     assert isinstance(node.target, torch._ops.OpOverload), node

@@ -26,9 +26,11 @@ from torch import fx
 
 from tpcompile.factors import LayoutError, divides, in_steps, join, quotient, reshape
 from tpcompile.functions import kept
-from tpcompile.layout import Cut, Dim, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, size_of, whole, whole_dim
+from tpcompile.layout import Cut, Dim, Even, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, size_of, whole, whole_dim
+from tpcompile.linear import is_linear
 from tpcompile.operation import Op as Op
 from tpcompile.operation import argument as argument
+from tpcompile.operation import aten_names as aten_names
 from tpcompile.operation import op_name as op_name
 from tpcompile.operation import view_op as view_op
 from tpcompile.rule_parts import joined, split, unjoined, unsplit
@@ -206,11 +208,6 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def aten_names(words: str) -> frozenset[str]:
-    """Names of aten operations, written without their namespace."""
-    return frozenset(f"aten.{word}" for word in words.split())
-
-
 POINTWISE = aten_names(
     """
     __and__.Scalar __and__.Tensor __or__.Tensor _to_copy.default absolute.default alias.default arccos.default celu.default clone.default
@@ -236,10 +233,6 @@ JOINS = aten_names("cat.default concat.default concatenate.default")
 
 PARTED = RESHAPES | SPLITS | JOINS
 """Operations on the parts of dimensions, which letters cannot tell."""
-
-SUMS = aten_names("add.Tensor sub.Tensor")
-"""A sum of two partial sums is a partial sum."""
-
 
 # --- the engine ------------------------------------------------------------------------------------------------------
 
@@ -386,14 +379,14 @@ def _only(outs: Sequence[Layout | None]) -> Layout:
 def _own_pieces(layout: Layout) -> None:
     """Each rank draws for its own piece: of a piece that several hold, each would drop something else."""
     for cut in (factor.cut for dim in layout.dims for factor in cut_factors(dim)):
-        if cut.overlaps if isinstance(cut, Cut) else cut is not None and cut.shared:
+        if (isinstance(cut, Cut) and cut.overlaps) or (isinstance(cut, Open) and cut.shared):
             raise LayoutError("dropout of heads that several ranks hold")
 
 
 def _ranges(layout: Layout) -> None:
     """Masks by the index of an element are of ranges, in equal steps along one dimension at most."""
     found = [in_steps(dim) for dim in layout.dims if cut_factors(dim)]
-    if sum(steps != 1 for steps, _ in found) > 1 or not all(isinstance(factor.size, int) for _, factor in found):
+    if sum(steps != 1 for steps, _ in found) > 1 or not all(isinstance(factor.size, int) or isinstance(factor.cut, Even) for _, factor in found):
         raise LayoutError("dropout of pieces that are no ranges of a known size")
 
 
@@ -442,6 +435,8 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> l
     everywhere along it; and of repeated key/value heads any cut will do that needs just the heads which the operand has.
     Raises LayoutError when the operands do not fit each other or when a partial sum meets an operation that is not linear in it.
     """
+    if any(layout.partial for layout in ins) and not any(layout.is_cut for layout in ins):
+        return _waiting(op, ins)
     if op.name in RESHAPES:
         return [reshape(ins[0], op.outs[0].shape)]
     if op.name in SPLITS:
@@ -470,6 +465,14 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> l
     ]
 
 
+def _waiting(op: Op, ins: Sequence[Layout]) -> list[Layout]:
+    """The outputs of an operation on partial sums and whole values: partial sums, where it is linear in them."""
+    axes = {layout.partial for layout in ins if layout.partial}
+    if len(axes) > 1 or not is_linear(op, [position for position, layout in enumerate(ins) if layout.partial]):
+        raise LayoutError("a partial sum is used before it is reduced")
+    return [Layout(whole(*kind.shape).dims, axes.copy().pop()) for kind in op.outs]
+
+
 def _out_dim(dim: Dim | None, size: Size) -> Dim:
     """An output's dimension: its letter's, unless the operation changes the length of what it needs whole."""
     return dim if dim is not None and size_of(dim) == size else whole_dim(size)
@@ -489,12 +492,9 @@ def _partial(op: Op, bound: Bound, ins: Sequence[Layout], dims: Mapping[str, Dim
         for factor in cut_factors(dim) if letter not in kept else []:
             if isinstance(factor.cut, Cut) and factor.cut.overlaps:
                 raise LayoutError("a sum over pieces that overlap")
-            axes.append(factor.cut.axis if isinstance(factor.cut, Cut) else "?")
-    waiting = [layout.partial for layout in ins]
-    if any(waiting):
-        if op.name not in SUMS or len(set(waiting)) > 1:
-            raise LayoutError("a partial sum is used before it is reduced")
-        axes += waiting[0]
+            axes.append(factor.cut.axis if isinstance(factor.cut, (Cut, Even)) else "?")
+    if any(layout.partial for layout in ins):
+        raise LayoutError("a partial sum is used before it is reduced")
     return tuple(dict.fromkeys(axes))
 
 

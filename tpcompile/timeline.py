@@ -68,7 +68,7 @@ class Step:
                     sent = self.messages[index].forward if direction == "forward" else self.messages[index].backward
                     yield from (replace(message, microbatch=microbatch) for message in sent)
                 case Post(transfers, wait):
-                    if found := tuple(sent for transfer in transfers for sent in _transferred(stage, transfer)):
+                    if found := tuple(sent for transfer in transfers for sent in _transferred(stage, transfer, tp)):
                         yield Posted(found, wait)
                 case Wait():
                     yield action
@@ -94,14 +94,14 @@ class Step:
             yield Sent("pp", "step", "broadcast", "loss", torch.float64, 1, tuple(range(len(self.stages))))
 
 
-def _transferred(stage: Stage, transfer: Transfer) -> Iterator[Sent]:
+def _transferred(stage: Stage, transfer: Transfer, tp: int) -> Iterator[Sent]:
     """What a transfer carries: the values of a boundary; on the way back, the gradients of those that have one."""
     outward = (transfer.call == "send") == (transfer.direction == "forward")
     boundaries: tuple[Boundary, ...] = stage.sends if outward else stage.receives
     for boundary in boundaries:
         if transfer.direction == "forward" or boundary.requires_grad:
             kind = boundary.type
-            elements, ends = product(kind.shape), (transfer.peer,)
+            elements, ends = product(boundary.shape(tp)), (transfer.peer,)
             yield Sent("pp", transfer.direction, transfer.call, boundary.name, kind.dtype, elements, ends, transfer.microbatch)
 
 

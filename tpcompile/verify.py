@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
 from torch import fx
 
 from tpcompile.errors import VerifyError
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Local, Program, Sharded, Stage
-from tpcompile.layout import Cut, Layout, TensorType, cut_factors, fits, same, size_of
-from tpcompile.rules import SUMS, forward, op_name, view_op, wants_of
+from tpcompile.layout import Cut, Dim, Even, Layout, TensorType, cut_factors, fits, same, size_of, whole_dim
+from tpcompile.linear import is_linear
+from tpcompile.operation import Op
+from tpcompile.rules import forward, op_name, view_op, wants_of
 
 Value = TypeVar("Value", Program, Sharded, Local, Stage)
 
@@ -70,9 +73,14 @@ def _check_sharded(sharded: Sharded) -> None:
         except LayoutError as error:
             raise _broken(sharded, node, str(error)) from None
         if node.name in sharded.rows:
-            expected = [Layout(layout.dims, (sharded.axis,)) for layout in expected]
+            expected = [Layout(tuple(map(_scattered, layout.dims)), (sharded.axis,)) for layout in expected]
         if not all(fits(a, b) for a, b in zip(made, expected, strict=True)):
             raise _broken(sharded, node, f"makes {', '.join(map(str, made))} and is declared {', '.join(map(str, expected))}")
+
+
+def _scattered(dim: Dim) -> Dim:
+    """A dimension of a partial sum before it is reduced and scattered along its positions."""
+    return whole_dim(size_of(dim)) if all(isinstance(factor.cut, Even) for factor in cut_factors(dim)) else dim
 
 
 def _check_sizes(sharded: Sharded, node: fx.Node, layout: Layout) -> None:
@@ -104,13 +112,14 @@ def _check_local(local: Local) -> None:
     """
     local.graph.lint()
     flowing, names = _flowing(local), local.program.nodes()
+    entered = entered_values(local.graph, local.layouts, flowing)
     for node in local.graph.nodes:
         if node.op == "call_function" and node.name in names and local.origins.get(node.name) != node.name:
             raise VerifyError(f"{node.name} has the name of a value of the whole program, and is no piece of it")
         if node.op == "call_function" and op_name(node) != "getitem":
             _check_collective(local, node)
             for operand in node.all_input_nodes:
-                _check_use(local, node, operand, operand in flowing)
+                _check_use(local, node, operand, operand in flowing, entered)
 
 
 def _flowing(local: Local) -> frozenset[fx.Node]:
@@ -130,6 +139,11 @@ TAKES = {
     "enter": "a whole value",
     "local_slice": "a whole value",
     "gather": "a cut value",
+    "seq_gather": "a cut value",
+    "seq_linear": "a cut value",
+    "seq_scatter": "a partial sum",
+    "seq_slice": "a whole value",
+    "seq_whole": "a cut value",
     "shared": "a cut value",
 }
 """What a collective takes."""
@@ -146,27 +160,56 @@ def _state(layout: Layout) -> str:
     return "a partial sum" if layout.partial else "a cut value" if layout.is_cut else "a whole value"
 
 
-def _check_use(local: Local, node: fx.Node, operand: fx.Node, flows: bool) -> None:
+def entered_values(graph: fx.Graph, layouts: Mapping[str, object], flowing: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """Whole values whose gradient is a partial sum: what enters, and what operations on whole values make of it."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if op_name(node) in ("tpcompile.enter.default", "tpcompile.seq_gather.default"):
+            found.add(node)
+        elif node in flowing and op_name(node) not in CONVERSIONS and any(operand in found for operand in node.all_input_nodes):
+            layout = layouts.get(node.name)
+            if isinstance(layout, Layout) and layout.is_whole:
+                found.add(node)
+    return frozenset(found)
+
+
+def _check_use(local: Local, node: fx.Node, operand: fx.Node, flows: bool, entered: frozenset[fx.Node]) -> None:
     have, name = local.layouts.get(operand.name), op_name(node)
     if not isinstance(have, Layout):
         return
     inside = name == "tpcompile.local_slice.default" or (name not in CONVERSIONS and _on_pieces(local.layouts.get(node.name)))
-    if have.partial and name != "tpcompile.reduce.default":
-        if name not in SUMS:
-            raise VerifyError(f"{node.name} reads {operand.name}, a partial sum that is not reduced")
-        out = local.layouts.get(node.name)
-        if not isinstance(out, Layout) or out.partial != have.partial:
-            raise VerifyError(f"{node.name} adds {operand.name}, a partial sum, to a whole value")
-    entered = op_name(operand) == "tpcompile.enter.default"
-    if inside and flows and have.is_whole and not entered:
+    if have.partial and name not in ("tpcompile.reduce.default", "tpcompile.seq_scatter.default"):
+        _check_waiting(local, node, operand)
+    inside |= node in entered and name not in CONVERSIONS
+    if inside and flows and have.is_whole and operand not in entered:
         raise VerifyError(f"{node.name} works on pieces and reads {operand.name} whole: its gradient is a partial sum, and is not reduced")
-    if entered and not inside:
+    if operand in entered and not inside:
         raise VerifyError(f"{node.name} works on whole values and reads {operand.name}: its gradient would be counted by every rank")
     if operand.name in local.program.parameters and _overlaps(have) and name != "tpcompile.shared.default":
         raise VerifyError(f"{node.name} reads {operand.name}, of which several ranks hold one piece: its gradient is not summed over them")
 
 
-CONVERSIONS = tuple(f"tpcompile.{name}.default" for name in ("enter", "gather", "reduce", "shared"))
+def _check_waiting(local: Local, node: fx.Node, operand: fx.Node) -> None:
+    """What reads a partial sum is linear in it, and makes a partial sum."""
+    out = local.layouts.get(node.name)
+    operands = tuple(o for o in _tensors((node.args, node.kwargs)) if o.name in local.layouts)
+    states = [local.layouts[o.name] for o in operands]
+    held = [position for position, state in enumerate(states) if isinstance(state, Layout) and state.partial]
+    if not is_linear(Op(op_name(node), node, operands, (), ()), held):
+        raise VerifyError(f"{node.name} reads {operand.name}, a partial sum that is not reduced")
+    if not isinstance(out, Layout) or not out.partial:
+        raise VerifyError(f"{node.name} makes a whole value of {operand.name}, a partial sum")
+
+
+def _tensors(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+CONVERSIONS = tuple(
+    f"tpcompile.{name}.default" for name in ("enter", "gather", "reduce", "seq_gather", "seq_scatter", "seq_slice", "seq_whole", "shared")
+)
 
 
 def _on_pieces(layout: Layout | tuple[Layout, ...] | None) -> bool:

@@ -41,7 +41,7 @@ def test_no_enter() -> None:
     def change(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
         return made[node.all_input_nodes[0]] if node.name == "layer_norm_1_enter" else None
 
-    report = broken("gpt", compiled("gpt", "tp=2"), change)
+    report = broken("gpt", compiled("gpt", "tp=2", sequence_parallel=False), change)
     assert first(report) == ("gradient", "layer_norm_1", 0)
     assert report.loss_error <= report.tolerance.loss and report.output_error <= report.tolerance.gradient
     assert report.grad_errors["blocks.0.norm_2.weight"] > 1e-3
@@ -56,7 +56,7 @@ def test_a_doubled_enter() -> None:
         again = graph.call_function(ops.enter.default, (made[node.all_input_nodes[0]], "tp"))
         return graph.create_node("call_function", ops.enter.default, (again, "tp"), name=node.name)
 
-    assert first(broken("gpt", compiled("gpt", "tp=3"), change)) == ("gradient", "layer_norm_1", 0)
+    assert first(broken("gpt", compiled("gpt", "tp=3", sequence_parallel=False), change)) == ("gradient", "layer_norm_1", 0)
 
 
 def test_a_doubled_reduce() -> None:
@@ -66,7 +66,7 @@ def test_a_doubled_reduce() -> None:
         once = graph.node_copy(node, made.__getitem__)
         return graph.call_function(ops.reduce.default, (once, "tp"))
 
-    report = broken("gpt", compiled("gpt", "pp=2,tp=2"), change, stage=1)
+    report = broken("gpt", compiled("gpt", "pp=2,tp=2", sequence_parallel=False), change, stage=1)
     assert first(report) == ("value", "linear_7", 1)
     assert report.loss_error > 1e-6
     assert "self.down(F.gelu(self.up(x)))" in report.first_divergence.source  # type: ignore[union-attr]
@@ -76,7 +76,7 @@ def test_no_reduce() -> None:
     def change(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
         return made[node.all_input_nodes[0]] if node.name == "linear_1_sum" else None
 
-    assert first(broken("gpt", compiled("gpt", "dp=2,tp=2"), change)) == ("value", "linear_1", 0)
+    assert first(broken("gpt", compiled("gpt", "dp=2,tp=2", sequence_parallel=False), change)) == ("value", "linear_1", 0)
 
 
 def test_a_wrong_slice() -> None:
@@ -89,7 +89,7 @@ def test_a_wrong_slice() -> None:
         assert held == [0, 12, 12, 24]
         return graph.create_node("call_function", ops.local_slice.default, (made[value], axis, dim, [0, 12, 11, 23]), name=node.name)  # type: ignore[index]
 
-    report = broken("encoder", compiled("encoder", "tp=2", overrides={"head": "row"}), change)
+    report = broken("encoder", compiled("encoder", "tp=2", overrides={"head": "row"}, sequence_parallel=False), change)
     assert first(report) == ("value", "mean_slice", 0)
 
 
@@ -106,11 +106,11 @@ def test_a_row_bias_added_on_every_rank() -> None:
                 return graph.create_node("call_function", ops.reduce.default, (by_name["linear_3_partial"], "tp"), name=node.name)
         return None
 
-    assert first(broken("gpt", compiled("gpt", "tp=2"), change)) == ("value", "linear_3", 0)
+    assert first(broken("gpt", compiled("gpt", "tp=2", sequence_parallel=False), change)) == ("value", "linear_3", 0)
 
 
 def test_two_stages_weights_swapped() -> None:
-    compilation = compiled("gpt", "pp=2,tp=2")
+    compilation = compiled("gpt", "pp=2,tp=2", sequence_parallel=False)
     names = ("blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight")
     swap = dict(zip(names, reversed(names), strict=True))
     stages = tuple(
@@ -126,7 +126,7 @@ def test_shared_heads_whose_gradients_are_not_summed() -> None:
     def change(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
         return made[node.all_input_nodes[0]] if node.target is ops.shared.default and "k_proj" in node.name else None
 
-    report = broken("llama", compiled("llama", "tp=4"), change)
+    report = broken("llama", compiled("llama", "tp=4", sequence_parallel=False), change)
     kind, name, stage = first(report)
     assert (kind, stage) == ("gradient", 0) and name.endswith("k_proj_weight")
     wrong = {key for key, error in report.grad_errors.items() if error > report.tolerance.gradient}
@@ -144,7 +144,7 @@ def test_whole_values_that_differ_between_ranks() -> None:
         args = (*(made[operand] for operand in node.all_input_nodes),)
         return graph.create_node("call_function", node.target, args, {"alpha": PerRank((1.0, 1.5))}, name=node.name)  # type: ignore[dict-item, arg-type]
 
-    assert first(broken("gpt", compiled("gpt", "tp=2"), change)) == ("value", "add_1", 0)
+    assert first(broken("gpt", compiled("gpt", "tp=2", sequence_parallel=False), change)) == ("value", "add_1", 0)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,pp=2,tp=2"])
@@ -152,6 +152,6 @@ def test_the_report_of_a_broken_program_says_so(mesh: str) -> None:
     def change(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
         return made[node.all_input_nodes[0]] if node.name == "linear_1_sum" else None
 
-    report = broken("gpt", compiled("gpt", mesh), change)
+    report = broken("gpt", compiled("gpt", mesh, sequence_parallel=False), change)
     text = str(report)
     assert f"DIFFERENT on dp={2 if 'dp' in mesh else 1}" in text and "first that differs" in text and "value linear_1 in stage 0" in text

@@ -16,7 +16,7 @@ MESH = "dp=2,tp=2"
 
 def forward(*, seed: int = 0, step: int = 0, replica: int = 0) -> tuple[Replay, dict[str, Values]]:
     model, batch, _ = made("gpt2")
-    compilation = compiled("gpt2", MESH)
+    compilation = compiled("gpt2", MESH, sequence_parallel=False)
     replay = Replay(model, compilation, dropout=True, seed=seed, steps=step)
     tensors = flatten(compilation.program, batch)
     (values,) = replay.forward(rows(compilation.program, tensors, 0, 2), replay.counts(tensors), replica)

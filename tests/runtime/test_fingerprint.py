@@ -18,9 +18,7 @@ def test_equal_ranks() -> None:
 def test_what_differs_and_where() -> None:
     everyone = [{"mesh": "m", "plan": "a"}] * 3 + [{"mesh": "m", "plan": "b"}, {"mesh": "m", "plan": "a"}]
     assert str(difference(everyone)) == (
-        "the ranks differ in their plan\n"
-        "  at   ranks 0-2, 4 have a; rank 3 has b\n"
-        "  fix  compile with the same tpcompile on all ranks"
+        "the ranks differ in their plan\n  at   ranks 0-2, 4 have a; rank 3 has b\n  fix  compile with the same tpcompile on all ranks"
     )
 
 
@@ -50,9 +48,7 @@ def test_other_weights_on_one_rank() -> None:
         what, at, fix = message.split("\n")
         assert what == "the ranks differ in their parameter values"
         assert at.startswith("  at   rank 0 has ") and "; rank 1 has " in at
-        assert fix == (
-            "  fix  call torch.manual_seed with the same seed on all ranks before the model is built, or load the same weights"
-        )
+        assert fix == ("  fix  call torch.manual_seed with the same seed on all ranks before the model is built, or load the same weights")
 
 
 @pytest.mark.processes

@@ -129,9 +129,7 @@ def test_unknown_schedule() -> None:
     with pytest.raises(InputError) as error:
         check_schedule("zigzag", 2, 2)
     line = error.value.source
-    assert str(error.value) == (
-        f"unknown schedule 'zigzag'\n  at   compile(schedule='zigzag')\n  from {line}\n  fix  use 1f1b or gpipe"
-    )
+    assert str(error.value) == (f"unknown schedule 'zigzag'\n  at   compile(schedule='zigzag')\n  from {line}\n  fix  use 1f1b or gpipe")
 
 
 def test_too_few_microbatches() -> None:

@@ -10,6 +10,11 @@ Every operator names its group by a string: the name of a torch process group, s
     shared        identity                      all-reduce of what overlaps     a parameter of which coordinates share pieces
     dropout       a mask drawn from its key     the same mask                   any dropout
     dropout_at    a mask of elements' places    the same mask                   dropout as on one device
+    seq_scatter   reduce-scatter                all-gather                      a partial sum becomes cut along its positions
+    seq_gather    all-gather                    reduce-scatter                  a value cut along its positions goes into cut uses
+    seq_whole     all-gather                    own positions                   a value cut along its positions becomes whole
+    seq_linear    all-gather                    all-gather, reduce-scatter      linears over a gathered value that is not kept
+    seq_slice     own positions                 all-gather                      a whole value becomes cut along its positions
 
 What each hands to the process group, and how many bytes, is a row of `COLLECTIVES` (`tpcompile.collectives.table`).
 
@@ -43,12 +48,15 @@ from tpcompile.collectives.heads import pick
 from tpcompile.collectives.indexed_dropout import finalize
 from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
+from tpcompile.collectives.positions import define as define_positions
+from tpcompile.collectives.positions import piece
+from tpcompile.collectives.regather import define as define_regather
 from tpcompile.collectives.table import COLLECTIVES, RING, Collective, Message
 from tpcompile.errors import Refused
 
 __all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "finalize", "gather"]
-__all__ += ["held_by", "holders", "length", "local_slice", "mix", "ops", "overlap", "pick", "place", "reduce", "shared", "spread", "take"]
-__all__ += ["unbound"]
+__all__ += ["held_by", "holders", "length", "local_slice", "mix", "ops", "overlap", "pick", "piece", "place", "reduce", "shared", "spread"]
+__all__ += ["take", "unbound"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter
@@ -217,6 +225,9 @@ def _local_slice_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _local_slice.register_autograd(_first_order(_local_slice_backward), setup_context=_local_slice_setup)
 
 
+define_positions(_first_order)
+define_regather(_first_order)
+
 ops = torch.ops.tpcompile
 """All of them; the names below are their only overloads."""
 
@@ -226,4 +237,9 @@ enter = ops.enter.default
 gather = ops.gather.default
 local_slice = ops.local_slice.default
 reduce = ops.reduce.default
+seq_gather = ops.seq_gather.default
+seq_linear = ops.seq_linear.default
+seq_scatter = ops.seq_scatter.default
+seq_slice = ops.seq_slice.default
+seq_whole = ops.seq_whole.default
 shared = ops.shared.default

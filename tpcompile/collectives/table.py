@@ -77,6 +77,19 @@ def common(given: Given) -> Size:
     return rest * length(overlap(given.bounds, given.ranks))
 
 
+def positions(given: Given) -> Size:
+    """A piece of the positions, as long as the longest of any rank."""
+    rest = product((*given.shape[: given.dim], *given.shape[given.dim + 1 :]))
+    held: Size = rest * sympy.ceiling(sympy.sympify(given.shape[given.dim]) / RANKS)
+    return held
+
+
+def padded(given: Given) -> Size:
+    """All pieces of the positions, each as long as the longest."""
+    held: Size = positions(given) * RANKS
+    return held
+
+
 COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
     {
         "dropout": Collective(),
@@ -85,6 +98,13 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         "gather": Collective(forward=(Message("all_gather", longest),)),
         "local_slice": Collective(),
         "reduce": Collective(forward=(Message("all_reduce", everything),)),
+        "seq_gather": Collective((Message("all_gather", positions),), (Message("reduce_scatter", padded),)),
+        "seq_linear": Collective(
+            (Message("all_gather", positions),), (Message("all_gather", positions), Message("reduce_scatter", padded))
+        ),
+        "seq_scatter": Collective((Message("reduce_scatter", padded),), (Message("all_gather", positions),)),
+        "seq_slice": Collective(backward=(Message("all_gather", positions),)),
+        "seq_whole": Collective(forward=(Message("all_gather", positions),)),
         "shared": Collective(backward=(Message("all_reduce", common),)),
     }
 )

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from textwrap import fill
 
-from tpcompile import rules
+from tpcompile import linear, rules
 
 WIDTH = 140
 
@@ -34,7 +34,9 @@ def operations() -> str:
         _names("Views", "the factors of a dimension are kept, merged or divided", rules.RESHAPES),
         _names("Splits", "a dimension is divided at the sizes that the call gives", rules.SPLITS),
         _names("Joins", "dimensions follow each other: all of them cut, each in its own way, or none", rules.JOINS),
-        _names("Sums", "of two partial sums a partial sum is made", rules.SUMS),
+        _names("Linear", "in the first operand, which may be a partial sum: the reduction comes after", linear.IN_FIRST | linear.QUOTIENTS),
+        _names("Products", "linear in one operand, the other whole", linear.PRODUCTS),
+        _names("Sums", "linear in several operands together, each a partial sum or zero", linear.TOGETHER.keys() | linear.ALL_TOGETHER),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -1,10 +1,10 @@
 """From the user's batch to what the stages take: names, the replica's rows, equal micro-batches.
 
-    compiled.train_step(input_ids=[8, 128], labels=[8, 128])      dp=2, microbatches=2
+compiled.train_step(input_ids=[8, 128], labels=[8, 128])      dp=2, microbatches=2
 
-    rows        0 1 2 3 4 5 6 7
-    replica     └──0──┘ └──1──┘      split_batches=True: every rank passes all rows and takes its replica's
-    micro-batch └0┘ └1┘ └0┘ └1┘
+rows        0 1 2 3 4 5 6 7
+replica     └──0──┘ └──1──┘      split_batches=True: every rank passes all rows and takes its replica's
+micro-batch └0┘ └1┘ └0┘ └1┘
 """
 
 from __future__ import annotations

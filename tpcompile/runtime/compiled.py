@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ def compile(
     split_batches: bool = True,
     schedule: str = "1f1b",
     data_parallel: str = "ddp",
+    sequence_parallel: bool | Literal["regather"] = True,
     overrides: Mapping[str, str] | None = None,
     dropout: str = "local",
 ) -> Compiled:
@@ -51,6 +52,10 @@ def compile(
     trains as one device does with the same option. "fast": as "local", but attention keeps its dropout inside its fused kernels, which
     draw from torch's own generator on each rank: only `torch.manual_seed` repeats it, and ranks with the same seed draw alike.
 
+    With `sequence_parallel` a tensor rank keeps its own positions of what stands between regions (norms, dropout, residual sums), and
+    all-reduces become reduce-scatters and all-gathers: as many bytes, and less memory by the number of tensor ranks. With "regather",
+    linear layers do not keep what they gathered, and gather it again in backward.
+
     No process group is needed: only running needs one. Raises InputError, CaptureError or Refused, with what to do about it.
     """
     placed = Mesh.of(mesh)
@@ -65,6 +70,7 @@ def compile(
         split_batches=split_batches,
         schedule=schedule,
         data_parallel=data_parallel,
+        sequence_parallel=sequence_parallel,
         overrides=dict(overrides or {}),
         dropout=check_dropout(dropout),
     )

@@ -120,8 +120,8 @@ class Schedules:
             work.stage.index,
             self._groups.mesh.pp,
             self._groups.device,
-            input_args=_examples(work.stage.receives, work.sizes),
-            output_args=loss if self._is_last else _examples(work.stage.sends, work.sizes),
+            input_args=_examples(work.stage.receives, work.sizes, self._groups.coordinates["tp"]),
+            output_args=loss if self._is_last else _examples(work.stage.sends, work.sizes, self._groups.coordinates["tp"]),
             group=self._groups.group("pp"),
         )
         chunks = self._keywords({name: _Replicate() if dim is None else TensorChunkSpec(dim) for name, dim in work.dims.items()})  # type: ignore[no-untyped-call]
@@ -135,11 +135,11 @@ def _first(outputs: Any, target: Tensor) -> Tensor:
     return loss
 
 
-def _examples(boundaries: Sequence[Boundary], sizes: Mapping[sympy.Symbol, int]) -> tuple[Tensor, ...]:
+def _examples(boundaries: Sequence[Boundary], sizes: Mapping[sympy.Symbol, int], coordinate: int) -> tuple[Tensor, ...]:
     """Tensors without data, of the shapes that cross a boundary in one micro-batch."""
     found = []
     for boundary in boundaries:
-        shape = [_size(size, sizes) for size in boundary.type.shape]
+        shape = [_size(size, sizes) for size in boundary.shape(coordinate)]
         found.append(torch.empty(shape, dtype=boundary.type.dtype, device="meta", requires_grad=boundary.requires_grad))
     return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ def check(
     *,
     loss: Callable[..., Tensor] | None = None,
     microbatches: int | None = None,
+    sequence_parallel: bool | Literal["regather"] = True,
     overrides: Mapping[str, str] | None = None,
     dropout: str = "local",
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
@@ -65,7 +66,8 @@ def check(
     batch = bind_example(model, inputs)
     count = (placed.pp if placed.pp > 1 else 1) if microbatches is None else microbatches
     settings = dict(optimizer_settings or ({"lr": 1.0} if optimizer is torch.optim.SGD else {}))
-    options = Options(loss, count, overrides=dict(overrides or {}), dropout=check_dropout(dropout))
+    how = check_dropout(dropout)
+    options = Options(loss, count, sequence_parallel=sequence_parallel, overrides=dict(overrides or {}), dropout=how)
     if any(p.is_meta for p in model.parameters()):
         raise InputError(
             "the model's parameters are on the meta device: there are no numbers to compare",

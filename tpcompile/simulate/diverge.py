@@ -16,8 +16,12 @@ from tpcompile.rules import op_name
 from tpcompile.simulate.lockstep import Values, run
 from tpcompile.simulate.replay import Replay, flatten, rows
 from tpcompile.simulate.report import Divergence
+from tpcompile.verify import entered_values
 
-CONVERSIONS = tuple(f"tpcompile.{name}.default" for name in ("enter", "gather", "local_slice", "pick", "reduce", "shared"))
+CONVERSIONS = tuple(
+    f"tpcompile.{name}.default"
+    for name in ("enter", "gather", "local_slice", "pick", "reduce", "seq_gather", "seq_scatter", "seq_slice", "seq_whole", "shared")
+)
 """Their own gradients belong to no value of the global program."""
 
 
@@ -106,10 +110,11 @@ class _Search:
 
     def gradients(self, stage: Stage, made: Mapping[str, Values]) -> Divergence | None:
         local = self.compilation.local
+        entered = entered_values(stage.graph, local.layouts, set(stage.graph.nodes))
         for node in reversed(stage.graph.nodes):
             origin, layout = local.origins.get(node.name, node.name), local.layouts.get(node.name)
             expected = getattr(self.whole.get(origin), "grad", None) if isinstance(self.whole.get(origin), Tensor) else None
-            converted = op_name(node) in CONVERSIONS or _partial(layout)
+            converted = op_name(node) in CONVERSIONS or node in entered or _partial(layout)
             if node.op == "output" or converted or expected is None or not isinstance(layout, Layout):
                 continue
             grads = [torch.zeros_like(value) if value.grad is None else value.grad for value in made[node.name]]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from tpcompile.collectives import held_by, holders, spread, take
@@ -37,8 +38,10 @@ def run(
         elif node.op == "output":
             values[node] = [_local(node.args[0], values, coordinate) for coordinate in range(parts)]
         elif (joint := JOINT.get(op_name(node))) is not None:
-            (source,) = node.all_input_nodes
-            values[node] = list(joint(wire.line(stage, source.name), values[source], *node.args[2:]))
+            source = node.all_input_nodes[0]
+            values[node] = list(joint(wire.line(stage, source.name), values[source], *_local(node.args[2:], values, 0)))
+        elif op_name(node) == "tpcompile.seq_linear.default":
+            values[node] = _seq_linear(node, values, wire.line(stage, node.all_input_nodes[0].name))
         elif op_name(node) in DROPS and not dropout:
             values[node] = values[node.all_input_nodes[0]]
         else:
@@ -126,10 +129,48 @@ def send(out: Line, back: Line, values: Values) -> Values:
 OURS = ("tpcompile.dropout.default", "tpcompile.dropout_at.default")
 DROPS = ("aten.alpha_dropout.default", "aten.dropout.default", "aten.feature_dropout.default", *OURS)
 
+
+def _seq_gather(line: Line, values: Values, dim: int, length: int) -> Sequence[Tensor]:
+    return _joint(line.all_positions("forward", dim), line.summed_positions("backward", dim, length), values)
+
+
+def _seq_scatter(line: Line, values: Values, dim: int, length: int) -> Sequence[Tensor]:
+    return _joint(line.summed_positions("forward", dim, length), line.all_positions("backward", dim), values)
+
+
+def _seq_slice(line: Line, values: Values, dim: int, length: int) -> Sequence[Tensor]:
+    return _joint(line.own_positions(dim, length), line.all_positions("backward", dim), values)
+
+
+def _seq_whole(line: Line, values: Values, dim: int, length: int) -> Sequence[Tensor]:
+    return _joint(line.all_positions("forward", dim), line.own_positions(dim, length), values)
+
+
+def _seq_linear(node: fx.Node, values: Mapping[fx.Node, Values], line: Line) -> Values:
+    """Linear layers over a value that is gathered, and gathered again in backward."""
+    _, _, dim, length, weights, biases = node.args
+    dim, length, pieces = _local(dim, values, 0), _local(length, values, 0), values[node.all_input_nodes[0]]
+
+    def back(*grads: Tensor) -> Sequence[Tensor]:
+        line.note("backward", "all_gather", max(pieces, key=Tensor.numel))
+        return line.summed_positions("backward", dim, length)(*grads)
+
+    whole = _joint(line.all_positions("forward", dim), back, pieces)
+    made = []
+    for coordinate, value in enumerate(whole):
+        held = [_local(given, values, coordinate) for given in (weights, biases)]
+        made.append([F.linear(value, weight, bias) for weight, bias in zip(held[0], held[1] or [None] * len(held[0]), strict=True)])
+    return made
+
+
 JOINT: Mapping[str, Callable[..., Sequence[Tensor]]] = {
     "tpcompile.enter.default": _enter,
     "tpcompile.gather.default": _gather,
     "tpcompile.local_slice.default": _local_slice,
     "tpcompile.reduce.default": _reduce,
+    "tpcompile.seq_gather.default": _seq_gather,
+    "tpcompile.seq_scatter.default": _seq_scatter,
+    "tpcompile.seq_slice.default": _seq_slice,
+    "tpcompile.seq_whole.default": _seq_whole,
     "tpcompile.shared.default": _shared,
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tpcompile.collectives import held_by, holders, overlap, spread, take
+from tpcompile.collectives import held_by, holders, overlap, piece, spread, take
 
 Work = Callable[..., Sequence[Tensor]]
 """A function of a value on all ranks."""
@@ -74,8 +74,8 @@ class Line:
     axis: str
     value: str
 
-    def note(self, direction: str, call: str, tensor: Tensor) -> None:
-        self.wire.note(self.stage, self.axis, direction, call, self.value, tensor)
+    def note(self, direction: str, call: str, *tensors: Tensor) -> None:
+        self.wire.note(self.stage, self.axis, direction, call, self.value, *tensors)
 
     def sums(self, direction: str) -> Work:
         """Every rank gets the sum."""
@@ -109,6 +109,34 @@ class Line:
             runs = holders(bounds, len(pieces))
             whole = torch.cat([pieces[holder].narrow(dim, at, stop - start) for start, stop, holder, at in runs], dim)
             return [whole.clone() for _ in pieces]
+
+        return work
+
+    def all_positions(self, direction: str, dim: int) -> Work:
+        """Every rank gets the whole value; pieces are consecutive, and travel as long as the longest."""
+
+        def work(*pieces: Tensor) -> list[Tensor]:
+            self.note(direction, "all_gather", max(pieces, key=Tensor.numel))
+            return [torch.cat(pieces, dim) for _ in pieces]
+
+        return work
+
+    def own_positions(self, dim: int, length: int) -> Work:
+        """Every rank keeps its piece of its own value."""
+
+        def work(*values: Tensor) -> list[Tensor]:
+            return [value.narrow(dim, *piece(length, rank, len(values))).contiguous() for rank, value in enumerate(values)]
+
+        return work
+
+    def summed_positions(self, direction: str, dim: int, length: int) -> Work:
+        """Every rank gets its piece of the sum; pieces travel as long as the longest."""
+
+        def work(*values: Tensor) -> list[Tensor]:
+            longest = values[0].narrow(dim, 0, piece(length, 0, len(values))[1])
+            self.note(direction, "reduce_scatter", *[longest] * len(values))
+            total = torch.stack(values).sum(0)
+            return list(self.own_positions(dim, length)(*[total] * len(values)))
 
         return work
 
