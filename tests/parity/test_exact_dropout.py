@@ -85,11 +85,11 @@ def captured(heads: int, groups: int) -> Program:
     return capture(model(heads, groups), {name: value[:2] for name, value in batch().items()})
 
 
-def compiled(mesh: str, heads: int = 4, groups: int = 2, dropout: str = "exact") -> Compilation:
+def compiled(mesh: str, heads: int = 4, groups: int = 2, dropout: str = "exact", **options: Any) -> Compilation:
     placed = Mesh.of(mesh)
-    options = Options(microbatches=placed.pp, dropout=dropout)
-    part = {name: value[: 8 // options.parts(placed)] for name, value in batch().items()}
-    return lower_captured(captured(heads, groups), model(heads, groups), placed, part, options)
+    chosen = Options(microbatches=placed.pp, dropout=dropout, **options)
+    part = {name: value[: 8 // chosen.parts(placed)] for name, value in batch().items()}
+    return lower_captured(captured(heads, groups), model(heads, groups), placed, part, chosen)
 
 
 @cache
@@ -114,7 +114,7 @@ def test_uneven_and_shared_heads(heads: int, groups: int, mesh: str) -> None:
 
 def test_every_cut_dropout_is_told_its_piece() -> None:
     """Stacked q, k and v in three steps; heads and rows taken apart; one range elsewhere."""
-    found = compiled("tp=3,dp=2", 5, 5).local
+    found = compiled("tp=3,dp=2", 5, 5, sequence_parallel=False).local
     nodes = [node for node in found.graph.nodes if op_name(node) == "tpcompile.dropout_at.default"]
     told = [(node.args[4], node.args[5] if len(node.args) > 5 else []) for node in nodes[1:8]]
     heads, columns = PerRank((0, 2, 4)), PerRank((0, 8, 16))
