@@ -386,7 +386,9 @@ def _own_pieces(layout: Layout) -> None:
 def _ranges(layout: Layout) -> None:
     """Masks by the index of an element are of ranges, in equal steps along one dimension at most."""
     found = [in_steps(dim) for dim in layout.dims if cut_factors(dim)]
-    if sum(steps != 1 for steps, _ in found) > 1 or not all(isinstance(factor.size, int) or isinstance(factor.cut, Even) for _, factor in found):
+    if sum(steps != 1 for steps, _ in found) > 1 or not all(
+        isinstance(factor.size, int) or isinstance(factor.cut, Even) for _, factor in found
+    ):
         raise LayoutError("dropout of pieces that are no ranges of a known size")
 
 
