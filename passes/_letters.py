@@ -26,7 +26,7 @@ from tpcompile.functions import Kept
 from tpcompile.layout import Factor, Layout, Open, Size, TensorType, cut_factors, whole
 from tpcompile.passes._linear import check_linear
 from tpcompile.passes._traced import Example, Trace, Untraceable, traces
-from tpcompile.rules import RESHAPES, SUMS, Op, aten_names, forward, has_rule, op_name, view_op
+from tpcompile.rules import RESHAPES, Op, aten_names, forward, has_rule, op_name, view_op
 
 MOST_OUTPUTS = 3
 """Of a Function with more outputs that may have a gradient no letter is cut: every set of them is traced."""
@@ -205,8 +205,6 @@ class _Carrier:
         if any(layout.partial for layout in ins):
             if op.name in COPIES:
                 return (ins[0],)
-            if op.name in SUMS and len(ins) != 2:
-                raise LayoutError("it adds to a sum over the pieces")
         return tuple(forward(op, ins))
 
     def grown(self, layout: Layout) -> Layout:

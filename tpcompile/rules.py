@@ -234,6 +234,10 @@ JOINS = aten_names("cat.default concat.default concatenate.default")
 PARTED = RESHAPES | SPLITS | JOINS
 """Operations on the parts of dimensions, which letters cannot tell."""
 
+SUMS = aten_names("add.Tensor sub.Tensor")
+"""A sum of two partial sums is one, also where they are cut."""
+
+
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
@@ -495,8 +499,11 @@ def _partial(op: Op, bound: Bound, ins: Sequence[Layout], dims: Mapping[str, Dim
             if isinstance(factor.cut, Cut) and factor.cut.overlaps:
                 raise LayoutError("a sum over pieces that overlap")
             axes.append(factor.cut.axis if isinstance(factor.cut, (Cut, Even)) else "?")
-    if any(layout.partial for layout in ins):
-        raise LayoutError("a partial sum is used before it is reduced")
+    waiting = [layout.partial for layout in ins]
+    if any(waiting):
+        if op.name not in SUMS or len(waiting) != 2 or waiting[0] != waiting[1]:
+            raise LayoutError("a partial sum is used before it is reduced")
+        axes += waiting[0]
     return tuple(dict.fromkeys(axes))
 
 
