@@ -202,9 +202,8 @@ class _Carrier:
             return tuple(whole(*kind.shape) for kind in op.outs)
         if not has_rule(op):
             raise LayoutError(f"no rule for {op.name}")
-        if any(layout.partial for layout in ins):
-            if op.name in COPIES:
-                return (ins[0],)
+        if any(layout.partial for layout in ins) and op.name in COPIES:
+            return (ins[0],)
         return tuple(forward(op, ins))
 
     def grown(self, layout: Layout) -> Layout:
