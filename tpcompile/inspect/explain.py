@@ -59,7 +59,9 @@ def _cuts(compilation: Compilation) -> Iterator[RenderableType]:
     yield _regions(compilation) if compilation.plan.regions else Text("nothing is cut")
     if any(options(compilation, region) for region in compilation.plan.regions):
         yield _options(compilation)
-    yield _whole(compilation) if compilation.plan.whole else Text("no weight is left whole")
+    yield _left(compilation, "left whole", compilation.plan.whole) if compilation.plan.whole else Text("no weight is left whole")
+    if compilation.sharded.stretches:
+        yield _left(compilation, "needs all positions", compilation.sharded.stretches)
 
 
 def _regions(compilation: Compilation) -> RenderableType:
@@ -102,14 +104,14 @@ def _weights(region: Region, program: Program) -> tuple[str, ...]:
     return tuple(lines.values())
 
 
-def _whole(compilation: Compilation) -> RenderableType:
-    plan, program = compilation.plan, compilation.program
+def _left(compilation: Compilation, title: str, items: Sequence[Left]) -> RenderableType:
+    program = compilation.program
 
     def like(left: Left) -> tuple[object, ...]:
         return re.sub(r"_\d+", "", left.reason), str(left.source)
 
-    table = _table("left whole", "because", "at")
-    for name, left in fold(plan.whole, lambda item: item.name, like, program.layers):
+    table = _table(title, "because", "at")
+    for name, left in fold(items, lambda item: item.name, like, program.layers):
         table.add_row(name, left.reason, Text(_code(left.source) if left.source else "", no_wrap=True, overflow="ellipsis"))
     return table
 
