@@ -19,14 +19,16 @@ from tpcompile.layout import Size
 from tpcompile.passes._call import no_parameter
 from tpcompile.passes._dropout import drops
 from tpcompile.passes._export import Exported
-from tpcompile.passes._functional import functionalize, refuse_hidden_updates
+from tpcompile.passes._functional import functionalize
 from tpcompile.passes._functions import prove_rules, refuse_shared_memory
 from tpcompile.passes._gradients import connected, drop_copies, stop_gradients
 from tpcompile.passes._guards import guards_of
 from tpcompile.passes._inline import Flattener
 from tpcompile.passes._origin import ROOT, layers_of, source_of
 from tpcompile.passes._reasons import user_line
+from tpcompile.passes._statistics import spell_statistics
 from tpcompile.passes._symbols import name_symbols
+from tpcompile.passes._updates import Updates
 
 aten = torch.ops.aten
 
@@ -52,7 +54,7 @@ class Builder:
         self.aliases = self._merge_twins()
         self.symbols = name_symbols(examples, [node.meta["val"].shape for node in self._of("input")])
         self.layers = layers_of(model, self.work.nodes)
-        self._simplify()
+        self.updates = self._simplify()
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
         self.numbers: dict[Size, fx.Node] = {}  # size → the node that computes it
@@ -93,6 +95,7 @@ class Builder:
             loss=None if found.loss is None else outputs[found.loss].name,
             outputs=tuple(None if place is None else outputs[place].name for place in found.places),
             output_constants=dict(found.constants),
+            updates=self.updates,
             guards=guards_of(self.model, self.exported.program, self.symbols, leaves),
             notes=self.exported.notes,
             sites=self.sites,
@@ -163,16 +166,24 @@ class Builder:
 
     # ----------------------------------------------------------------------------------------- nodes
 
-    def _simplify(self) -> None:
-        """In the working graph: no in-place operations, no_grad as detach, no copies of constants."""
+    def _simplify(self) -> tuple[str, ...]:
+        """In the working graph: no in-place operations, no_grad as detach, no copies of constants. Returns the buffers that are updated."""
         state = self._of("parameter") + [node for node in self._of("buffer") + self._of("input") if _requires_grad(node)]
-        fixed = {node: f"{holder.kind} {holder.name}" for node, holder in self.holders.items() if holder.kind in ("parameter", "buffer")}
-        refuse_hidden_updates(self.work)
+        fixed = {
+            node: f"{h.kind} {h.name.removeprefix(f'{ROOT}.')}" for node, h in self.holders.items() if h.kind in ("parameter", "constant")
+        }
+        spell_statistics(self.work)
         refuse_shared_memory(self.work)
-        functionalize(self.work, fixed, connected(self.work, state))
+        written = functionalize(self.work, fixed, connected(self.work, state))
+        updates = Updates(self.model, self.work, {node: self.holders[node].name for node in self._of("buffer")}, self.exported.found)
+        updates.refuse_exchanged({node: self.holders[node].name.removeprefix(f"{ROOT}.") for node in self._of("constant")})
+        names = updates.collect(written)
         stop_gradients(self.work, state)
-        prove_rules(self.work, connected(self.work, state))
+        flowing = connected(self.work, state)
+        updates.refuse_gradients(flowing)
+        prove_rules(self.work, flowing)
         drop_copies(self.work)
+        return names
 
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")

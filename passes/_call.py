@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tpcompile.errors import CaptureError, InputError
 from tpcompile.passes._reasons import user_code, user_line
+from tpcompile.passes._state import State, no_buffer
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -29,6 +30,8 @@ class Found:
     constants: Mapping[int, Any]  # the leaves that are no tensors
     loss: int | None  # the place of the loss
     notes: tuple[str, ...]
+    replaced: tuple[str, ...] = ()  # the buffers that forward puts another tensor in place of: these end the exported values
+    exchanged: frozenset[str] = frozenset()  # the same of plain attributes, which cannot be kept
 
 
 @dataclass
@@ -41,16 +44,19 @@ class Record:
 
 
 class _Strangers(TorchFunctionMode):
-    """Notice tensors that want a gradient and are no parameters of the model: export takes them for constants."""
+    """Notice tensors that are not the model's, and that export takes for constants: such as want a gradient, or are written to."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, state: State) -> None:
         super().__init__()
-        self._record = record
+        self._record, self._state = record, state
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = args if all(isinstance(a, Tensor) for a in args) else pytree.tree_leaves((args, kwargs))
         if torch.is_grad_enabled() and any(type(leaf) in (Tensor, nn.Parameter) and leaf.requires_grad for leaf in leaves):
             self._record.refused = no_parameter()
+            raise self._record.refused
+        if name := self._state.written(function, leaves):
+            self._record.refused = no_buffer(name)
             raise self._record.refused
         return function(*args, **(kwargs or {}))
 
@@ -86,11 +92,15 @@ class Call(nn.Module):
         batch = pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._spec)
         args, kwargs = self._arguments(batch)
         (given,) = self._loss
-        with _Strangers(self.record):
+        before = State.of(self.model)
+        with _Strangers(self.record, before):
             outputs = self.model(*args, **kwargs)
             loss = _own_loss(outputs) if given is None else _scalar(given(outputs, batch))
-        self.record.found, values = _flat(outputs, loss)
-        return values
+        found, values = _flat(outputs, loss)
+        after = State.of(self.model)
+        replaced = before.replaced(after)
+        self.record.found = replace(found, replaced=tuple(replaced), exchanged=before.exchanged(after))
+        return (*values, *replaced.values())
 
 
 def _own_loss(outputs: Any) -> Tensor | None:

@@ -26,9 +26,6 @@ aten = torch.ops.aten
 COPIES = frozenset({"aten::clone", "aten::lift_fresh_copy"})
 """Never views, though export's example of a constant may share its memory."""
 
-NORMS = {"aten::batch_norm": (5, 3), "aten::instance_norm": (5, 3)}
-"""Operations that update running statistics without saying so: the operands `training` and `running_mean`."""
-
 FUNCTIONAL = {
     "aten.bernoulli_.float": aten.bernoulli.p,
     "aten.normal_.default": aten.normal_functional.default,
@@ -38,25 +35,15 @@ FUNCTIONAL = {
 """Of operations whose functional form has another name."""
 
 
-def refuse_hidden_updates(graph: fx.Graph) -> None:
-    """Refuse batch norm in training: its statistics are those of the micro-batch, and it updates buffers."""
-    for node in graph.nodes:
-        place = NORMS.get(schema_name(node))
-        if place and node.args[place[0]] and node.args[place[1]] is not None:
-            source = source_of(node)
-            refuse(
-                f"{(source and source.path) or 'the model'} updates its running statistics in forward",
-                source,
-                "put it into eval mode, or use a norm over features, such as LayerNorm",
-            )
+def functionalize(graph: fx.Graph, fixed: Mapping[fx.Node, str], connected: Set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Rewrite all in-place operations of a graph; returns the last values of the placeholders that it writes to.
 
-
-def functionalize(graph: fx.Graph, fixed: Mapping[fx.Node, str], connected: Set[fx.Node]) -> None:
-    """Rewrite all in-place operations of a graph. Raises CaptureError for a write to one of `fixed`, placeholders by their names in the
-    model, and for what has no functional form. `connected` are the values that gradients flow through.
+    Raises CaptureError for a write to one of `fixed`, placeholders by their names in the model, and for what has no functional form.
+    `connected` are the values that gradients flow through.
     """
     if any(written(node) for node in graph.nodes):
-        _Functionalizer(graph, fixed, connected).run()
+        return _Functionalizer(graph, fixed, connected).run()
+    return {}
 
 
 def written(node: fx.Node) -> list[int]:
@@ -78,16 +65,20 @@ class _Functionalizer:
         self.writes: dict[fx.Node, int] = {}  # root → number of writes so far
         self.renamed: dict[fx.Node, fx.Node] = {}  # what an in-place view has changed → its result
 
-    def run(self) -> None:
+    def run(self) -> dict[fx.Node, fx.Node]:
         for node in list(self.graph.nodes):
             self._enter(node)
             with self.graph.inserting_before(node):
                 node.args, node.kwargs = self._now(node.args), self._now(node.kwargs)
                 if written(node):
                     self._rewrite(node)
+        with self.graph.inserting_before(self.graph.output_node()):
+            placeholders = self.graph.find_nodes(op="placeholder")
+            last = {node: self._newest(self._resolve(node)) for node in placeholders if self.writes[node] or node in self.renamed}
         for node in reversed(list(self.graph.nodes)):
             if written(node):
                 self.graph.erase_node(node)
+        return last
 
     def _enter(self, node: fx.Node) -> None:
         """Note a node, and what it is a view of: the operand in whose memory it lives."""

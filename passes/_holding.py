@@ -31,8 +31,8 @@ class Piece:
 class Holding:
     """The model's parameters and buffers over its stages.
 
-    A stage holds what its graph uses. A tied twin is another name of that, on the stages where the twin's module runs. What no graph
-    uses is held whole where the layer that it belongs to runs, or by the first stage.
+    A stage holds what its graph uses or updates. A tied twin is another name of that, on the stages where the twin's module runs. What
+    no graph uses is held whole where the layer that it belongs to runs, or by the first stage.
     """
 
     def __init__(
@@ -51,6 +51,9 @@ class Holding:
             for placeholder in stage.graph.find_nodes(op="placeholder"):
                 name = stage.parameters.get(placeholder.name) or stage.buffers.get(placeholder.name)
                 if name and placeholder.users:
+                    self._users[name] = (*self._users.get(name, ()), stage.index)
+            for name in stage.updates:
+                if stage.index not in self._users.get(name, ()):
                     self._users[name] = (*self._users.get(name, ()), stage.index)
         self._runs = {  # stage → the module paths that run on it
             index: {program.sources[node.name].path for part in own for node in part.nodes if node.name in program.sources}

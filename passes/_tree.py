@@ -63,6 +63,13 @@ def attribute(root: Tree, path: str, owner: str = "self") -> str:
     return owner
 
 
+def assignment(root: Tree, path: str, value: str) -> str:
+    """The statement that puts another tensor in a buffer's place."""
+    owner, _, name = path.rpartition(".")
+    where = attribute(root, owner) if owner else "self"
+    return f"{where}.{name} = {value}" if _is_name(name) else f'setattr({where}, "{name}", {value})'
+
+
 def _is_name(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name)
 

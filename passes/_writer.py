@@ -16,7 +16,7 @@ from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._applied import import_lines, imported
 from tpcompile.passes._parts import Part
 from tpcompile.passes._source import RESERVED, Scope, argument_comment, expression, has_device, origin, site_of, statement, stem, type_text
-from tpcompile.passes._tree import Tree, attribute, constructor, numbered
+from tpcompile.passes._tree import Tree, assignment, attribute, constructor, numbered
 
 _HEAD = '''"""Stage {index} of {count}, made by tpcompile. Parameters and buffers are empty until their values are loaded, by name.{needs}
 
@@ -130,10 +130,23 @@ class _Writer:
         output = self.stage.graph.output_node()
         body = self._statements(self.parts, scope, set(output.all_input_nodes), (), self._device(self.tree, arguments, scope), calls)
         values = [scope.names[value] if isinstance(value, fx.Node) else repr(value) for value in output.args[0]]  # type: ignore[union-attr]
-        body.append(f"return ({', '.join(values)}{',' if len(values) == 1 else ''})")
-        again = [f"{attribute(self.tree, twin)} = {attribute(self.tree, first)}" for twin, first in twins.items()]
+        count = len(values) - len(self.stage.updates)
+        new = dict(zip(self.stage.updates, values[count:], strict=True))
+        body += [assignment(self.tree, name, value) for name, value in new.items()]
+        body += [assignment(self.tree, twin, attribute(self.tree, first)) for twin, first in twins.items() if first in new]
+        body.append(f"return ({', '.join(values[:count])}{',' if count == 1 else ''})")
+        again = [self._twin(twin, first) for twin, first in twins.items()]
         doc = f"Stage {self.stage.index} of {self.about.stages}"
         return _class("Stage", doc, self._methods(self.tree, signature, body, again))
+
+    def _twin(self, twin: str, first: str) -> str:
+        """The statement of __init__ that makes another name of a parameter or a buffer."""
+        owner, _, name = twin.rpartition(".")
+        module, value = self.about.model.get_submodule(owner), attribute(self.tree, first)
+        if name not in module._buffers:
+            return f"{attribute(self.tree, twin)} = {value}"
+        saved = ", persistent=False" if name in module._non_persistent_buffers_set else ""
+        return f'{attribute(self.tree, owner) if owner else "self"}.register_buffer("{name}", {value}{saved})'
 
     # -------------------------------------------------------------------------------------------- names
 
@@ -145,14 +158,18 @@ class _Writer:
         return node.name if node.name in self.stage.constants else name
 
     def _own(self, node: fx.Node, layer: str) -> str:
-        """A parameter's or buffer's path under a layer, or ""."""
+        """A parameter's or buffer's path under a layer, or "". A buffer that forward updates is an argument: a layer that is run again,
+        for its gradients, has to see it as it was.
+        """
         path = self._path(node)
-        return path[len(layer) + 1 :] if path.startswith(f"{layer}.") else ""
+        return path[len(layer) + 1 :] if path.startswith(f"{layer}.") and path not in self.stage.updates else ""
 
     def _argument(self, node: fx.Node) -> str:
         """A layer's name for what comes from outside: its own name if several layers take it, so that equal layers look equal."""
         if self.readers[node] > 1 or node.name in self.stage.inputs:
             return node.name
+        if (path := self._path(node)) and path in self.stage.updates:
+            return re.sub(r"\W", "_", path.rpartition(".")[2])
         return "x" if self._is_tensor(node) else stem(node)
 
     def _is_tensor(self, node: fx.Node) -> bool:

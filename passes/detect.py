@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from tpcompile.factors import LayoutError, join
 from tpcompile.ir import Cone, Kind, Program
 from tpcompile.layout import Dim, Factor, Layout, Open, TensorType
+from tpcompile.passes._aside import aside, follow
 from tpcompile.rules import PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, view_op
 
 ATTENDS = ("softmax", "attention")
@@ -30,11 +31,12 @@ def detect(program: Program) -> tuple[Cone, ...]:
     after   mlp: row %y, column %h; %h, %a : [b, s, 256@?0], up [256@?0, 64], down [64, 256@?0]
     """
     order = {node: position for position, node in enumerate(program.graph.nodes)}
-    weights = weight_values(program)
+    weights, apart = weight_values(program), aside(program.graph, program.updates)
     cones: list[Cone] = []
     for node in program.graph.nodes:
         for op, letter, bound in seeds(program, node, weights):
-            cones.append(_Walk(program, order, weights, len(cones)).run(op, letter, bound))
+            cone = _Walk(program, order, weights, len(cones)).run(op, letter, bound)
+            cones.append(replace(cone, layouts={**cone.layouts, **follow(program, apart, cone.layouts)}))
     return tuple(cones)
 
 

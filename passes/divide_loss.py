@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tpcompile.factors import LayoutError
 from tpcompile.ir import Count, Draft, Program
 from tpcompile.layout import TensorType, product
 from tpcompile.passes._lengths import symbol_nodes
+from tpcompile.passes._renewed import update_reason
 from tpcompile.passes._rows import Rows
 from tpcompile.rules import argument, aten_names, op_name
 
@@ -33,12 +35,13 @@ def divide_loss(program: Program, witness: Program | None = None) -> Program:
     """Make the loss of a batch the sum of its parts' losses, given the batch's counts; or say why it is not.
 
     In a program captured for one row, a dimension of the batch cannot be told from others of size one: there a `witness` of the same
-    model with more rows has to show that rows are kept apart.
+    model with more rows has to show that rows are kept apart. The same is said of what forward does to buffers.
 
     before  %loss = cross_entropy_loss(%logits, %labels, mean)
     after   %sum = cross_entropy_loss(%logits, %labels, sum)
             %loss = div(%sum, %loss_count_0)                  count: the labels that are not ignored
     """
+    program = replace(program, update_reason=update_reason(witness or program))
     if program.loss is None:
         return program
     if witness is not None and (reason := divide_loss(witness).loss_reason):
@@ -139,7 +142,8 @@ class _Divider:
 
     def from_inputs(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
-            return node.name not in self.program.parameters and node.name != "rng_key"
+            learned = node.name in self.program.parameters or self.program.buffers.get(node.name) in self.program.updates
+            return not learned and node.name != "rng_key"
         return all(self.from_inputs(operand) for operand in node.all_input_nodes)
 
     def extracted(self, *roots: fx.Node) -> fx.Graph:

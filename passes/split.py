@@ -9,15 +9,20 @@ from torch import fx
 from tpcompile.errors import InputError, Refused
 from tpcompile.ir import Boundary, Local, Stage
 from tpcompile.layout import Layout, TensorType
+from tpcompile.passes._aside import aside
+from tpcompile.passes._homes import homes_of_updates
 from tpcompile.passes._reasons import user_line
-from tpcompile.rules import op_name
+from tpcompile.rules import aten_names, op_name
 
 LATE = ("tpcompile.enter.default", "tpcompile.local_slice.default", "tpcompile.shared.default")
 """Conversions stand where their users are: what they convert crosses once, before them."""
 
 
-PRODUCTS = tuple(
-    f"aten.{name}.default" for name in ("addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "scaled_dot_product_attention")
+PRODUCTS = aten_names(
+    """
+    addmm.default baddbmm.default bmm.default conv1d.default conv1d.padding conv2d.default conv2d.padding einsum.default linear.default
+    matmul.default mm.default scaled_dot_product_attention.default
+    """
 )
 
 
@@ -63,8 +68,11 @@ def place(local: Local, stages: int, costs: Mapping[str, int]) -> dict[fx.Node, 
     for node in reversed(local.graph.nodes):
         if node.users and (node not in anchored or op_name(node) in LATE):
             places[node] = min(places[user] for user in node.users)
-    output = local.graph.output_node()
-    places[output] = stages - 1
+    for node in aside(local.graph, local.program.updates):  # outside of layers, it stays where its operands are
+        needed = [places[operand] for operand in node.all_input_nodes if operand.op == "call_function" and operand not in free]
+        if node not in anchored and node not in free and needed:
+            places[node] = max(needed)
+    places[local.graph.output_node()] = stages - 1
     return places
 
 
@@ -114,6 +122,8 @@ class _Cutter:
         self.returned = [by_origin[name] for name in returned]
         self.free |= self._again()
         self.crossing = [self._crossing(index) for index in range(stages - 1)]
+        reads = [self._needed(index, self._sent(index)) for index in range(stages)]
+        self.updates = homes_of_updates(local, places, self.free, reads, lambda index, node: self._needed(index, [node]))
 
     def _again(self) -> set[fx.Node]:
         """What would cross and cannot, being cut, but needs only parameters and inputs, and no product with a weight: biases of scores.
@@ -159,8 +169,9 @@ class _Cutter:
         return seen
 
     def stage(self, index: int) -> Stage:
-        received = self.crossing[index - 1] if index else []
-        sent = self.crossing[index] if index < self.stages - 1 else self.returned
+        received, sent = self._received(index), self._sent(index)
+        renewed = self.updates[index]
+        sent = [*sent, *renewed.values()]
         body = {node for node in self.local.graph.nodes if self.places[node] == index and node.op not in ("placeholder", "output")}
         body = (self._closed(body | set(sent)) | {o for node in body for o in node.all_input_nodes}) - set(received)
         body |= self._closed({o for node in body for o in node.all_input_nodes} - set(received))
@@ -183,12 +194,31 @@ class _Cutter:
             index=index,
             graph=graph,
             receives=tuple(self._boundary(node) for node in received),
-            sends=tuple(self._boundary(node) for node in sent) if index < self.stages - 1 else (),
+            sends=tuple(self._boundary(node) for node in self._sent(index)) if index < self.stages - 1 else (),
             inputs=tuple(name for name in held if self._is_input(name)),
             parameters={name: program.parameters[name] for name in held if name in program.parameters},
             buffers={name: program.buffers[name] for name in held if name in program.buffers},
             constants=tuple(name for name in held if name in program.constants),
+            updates=tuple(renewed),
         )
+
+    def _received(self, index: int) -> list[fx.Node]:
+        return self.crossing[index - 1] if index else []
+
+    def _sent(self, index: int) -> list[fx.Node]:
+        return self.crossing[index] if index < self.stages - 1 else self.returned
+
+    def _needed(self, index: int, values: Iterable[fx.Node]) -> set[fx.Node]:
+        """What a stage computes, or takes, to make some values."""
+        seen = set(self._received(index))
+        todo = list(values)
+        found: set[fx.Node] = set()
+        while todo:
+            if (node := todo.pop()) not in seen:
+                seen.add(node)
+                found.add(node)
+                todo += node.all_input_nodes
+        return found
 
     def _is_input(self, name: str) -> bool:
         program = self.local.program

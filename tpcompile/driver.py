@@ -216,6 +216,18 @@ def _rows(program: Program, name: str) -> object:
     return kind.shape[dim] if isinstance(kind, TensorType) and dim is not None else None
 
 
+def refuse_division(program: Program, mesh: Mesh, microbatches: int, call: str) -> None:
+    """Raise Refused where a batch is divided and must not be: its parts do not make up the loss, or the buffers, of the whole."""
+    if program.undivided and mesh.dp * microbatches > 1:
+        fix = "use dp=1 and microbatches=1" + (' with schedule="gpipe"' if mesh.pp > 1 else "")
+        other = (
+            "put what learns from a batch's statistics into eval mode"
+            if program.update_reason
+            else "a loss that is a sum or a mean over tokens"
+        )
+        raise Refused(program.undivided, at=f"{call}(dp={mesh.dp}, microbatches={microbatches})", source=caller(), fix=f"{fix}, or {other}")
+
+
 def sizes_of(program: Program, batch: Mapping[str, Any]) -> dict[Symbol, int]:
     """The values of a program's symbols in a batch."""
     sizes: dict[Symbol, int] = {}

@@ -8,7 +8,7 @@ Stage     the part of a Local graph that one pipeline stage runs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -68,7 +68,11 @@ class Guards:
 
 @dataclass(frozen=True)
 class Program:
-    """A captured model: one flat ATen graph whose placeholders are parameters, buffers, constants and the user's inputs."""
+    """A captured model: one flat ATen graph whose placeholders are parameters, buffers, constants and the user's inputs.
+
+    The graph's output is the tuple of the user's outputs, the loss among them, and then of the values that the buffers named in
+    `updates` have after forward: what the model does to its own state is a result like any other, and nothing is changed in place.
+    """
 
     graph: fx.Graph
     types: Mapping[str, Type]
@@ -85,7 +89,9 @@ class Program:
     outputs: tuple[str | None, ...] = ()  # the node of every leaf of out_spec; None for a leaf that is no tensor
     output_constants: Mapping[int, Any] = field(default_factory=dict)  # leaves that are no tensors
     counts: tuple[Count, ...] = ()  # divisors of mean losses, taken as extra inputs
+    updates: tuple[str, ...] = ()  # qualified names of the buffers that forward gives a new value, which ends the graph's output
     loss_reason: str = ""  # why the loss of a batch is not the sum of its micro-batches' losses; "" when it is
+    update_reason: str = ""  # why a buffer's value after a batch is not the one after any of its micro-batches; "" when it is
     random: bool = False  # takes the extra int64 input `rng_key`: mixed seed and step, which part of the rows it is, of how many
     sites: Mapping[str, int] = field(default_factory=dict)  # dropout → its place in the order in which the model's dropouts ran
     guards: Guards | None = None  # None: a program that no capture made
@@ -96,8 +102,25 @@ class Program:
 
     def returned(self) -> tuple[str, ...]:
         """The values that the last stage returns: the outputs, each once, the loss first."""
-        names = dict.fromkeys(node.name for node in self.graph.output_node().all_input_nodes)
+        names = dict.fromkeys(node.name for node in results(self.graph, self.updates)[0])
         return tuple(names) if self.loss not in names else (self.loss, *(name for name in names if name != self.loss))
+
+    @property
+    def undivided(self) -> str:
+        """Why a batch may not be divided among replicas or micro-batches; "" when it may."""
+        if self.update_reason:
+            return self.update_reason
+        return f"the loss of a batch is not the sum of its parts' losses: {self.loss_reason}" if self.loss_reason else ""
+
+
+def results(graph: fx.Graph, updates: Sequence[str]) -> tuple[list[fx.Node], dict[str, fx.Node]]:
+    """What a graph returns, as far as it has nodes, and the new values of the buffers named in `updates`: the last of its output."""
+    values = graph.output_node().args[0]
+    if not updates:
+        return graph.output_node().all_input_nodes, {}
+    assert isinstance(values, (tuple, list))
+    returned, renewed = values[: -len(updates)], values[-len(updates) :]
+    return [node for node in returned if isinstance(node, fx.Node)], dict(zip(updates, renewed, strict=True))
 
 
 Kind = Literal["attention", "mlp", "linear", "column", "row"]
@@ -217,7 +240,8 @@ class Stage:
     """One pipeline stage of a Local graph.
 
     The graph's placeholders are, in order: what it receives, its parameters, buffers, constants, the user's inputs, counts and
-    `rng_key` that it uses. Its output is the tuple of what it sends; the last stage's is the program's outputs, the loss first.
+    `rng_key` that it uses. Its output is the tuple of what it sends, of the last stage the program's outputs, the loss first; and then
+    of the new values of the buffers named in `updates`. Every stage that reads such a buffer has its new value.
     """
 
     index: int
@@ -228,6 +252,7 @@ class Stage:
     parameters: Mapping[str, str]  # placeholder → qualified name, of those that it uses
     buffers: Mapping[str, str]
     constants: tuple[str, ...]
+    updates: tuple[str, ...] = ()
 
 
 class Draft:

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompile.ir import Cone, Local, Plan, Program, Sharded, Stage, Type
+from tpcompile.ir import Cone, Local, Plan, Program, Sharded, Stage, Type, results
 from tpcompile.layout import Layout, TensorType
 from tpcompile.rules import op_name
 
@@ -26,15 +26,14 @@ def text(value: object) -> str:
     """A program, a plan, or the stages, as text."""
     match value:
         case Program():
-            return graph_text(value.graph, value.types, {})
-        case Sharded():
-            return graph_text(
-                value.program.graph, value.program.types, value.layouts, marks=dict.fromkeys(value.entering, f"grad +{value.axis}")
-            )
-        case Local():
-            return graph_text(value.graph, origin_types(value), value.layouts)
+            return graph_text(value.graph, value.types, {}, updates=value.updates)
+        case Sharded(program):
+            marks = dict.fromkeys(value.entering, f"grad +{value.axis}")
+            return graph_text(program.graph, program.types, value.layouts, marks, program.updates)
+        case Local(program):
+            return graph_text(value.graph, origin_types(value), value.layouts, updates=program.updates)
         case Stage():
-            return graph_text(value.graph, {}, {})
+            return graph_text(value.graph, {}, {}, updates=value.updates)
         case Plan():
             return "\n".join([*map(region_text, value.regions), *(f"{left.name}: whole, {left.reason}" for left in value.whole)])
         case Cone():
@@ -65,14 +64,22 @@ def origin_types(local: Local) -> dict[str, Type]:
 
 
 def graph_text(
-    graph: fx.Graph, types: Mapping[str, Type], layouts: Mapping[str, Layout | tuple[Layout, ...]], marks: Mapping[str, str] | None = None
+    graph: fx.Graph,
+    types: Mapping[str, Type],
+    layouts: Mapping[str, Layout | tuple[Layout, ...]],
+    marks: Mapping[str, str] | None = None,
+    updates: Sequence[str] = (),
 ) -> str:
-    """Every node of a graph on a line."""
-    return "\n".join(_lines(graph, types, layouts, marks or {}))
+    """Every node of a graph on a line; after what is returned, the new values of the buffers named in `updates`."""
+    return "\n".join(_lines(graph, types, layouts, marks or {}, updates))
 
 
 def _lines(
-    graph: fx.Graph, types: Mapping[str, Type], layouts: Mapping[str, Layout | tuple[Layout, ...]], marks: Mapping[str, str]
+    graph: fx.Graph,
+    types: Mapping[str, Type],
+    layouts: Mapping[str, Layout | tuple[Layout, ...]],
+    marks: Mapping[str, str],
+    updates: Sequence[str],
 ) -> Iterable[str]:
     for node in graph.nodes:
         kind = type_text(types.get(node.name), layouts.get(node.name))
@@ -82,7 +89,10 @@ def _lines(
             case "placeholder":
                 yield f"  %{node.name}{ending}"
             case "output":
-                yield f"  return {_argument(node.args[0])}"
+                values: Any = node.args[0]
+                yield f"  return {_argument(values[: -len(updates)] if updates else values)}"
+                for name, value in results(graph, updates)[1].items():
+                    yield f"  {name} = %{value.name}"
             case _:
                 name = op_name(node)
                 arguments = [*map(_argument, node.args), *(f"{key}={_argument(arg)}" for key, arg in node.kwargs.items())]

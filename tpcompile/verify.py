@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import fx
 
 from tpcompile.errors import VerifyError
 from tpcompile.factors import LayoutError
-from tpcompile.ir import Local, Program, Sharded, Stage
+from tpcompile.ir import Local, Program, Sharded, Stage, results
 from tpcompile.layout import Cut, Dim, Even, Layout, TensorType, cut_factors, fits, same, size_of, whole_dim
 from tpcompile.linear import is_linear
 from tpcompile.operation import Op
@@ -50,6 +51,17 @@ def _check_program(program: Program) -> None:
             raise VerifyError(f"{node.name} is a {node.op}")
     if program.loss is not None and program.loss not in program.nodes():
         raise VerifyError(f"the loss {program.loss} is not in the graph")
+    _check_updates(program)
+
+
+def _check_updates(program: Program) -> None:
+    """A buffer's new value has the buffer's type, and no gradient that a next step's backward would follow into this one's graph."""
+    held, flowing = {name: placeholder for placeholder, name in program.buffers.items()}, _carrying(program, program.graph)
+    for name, value in results(program.graph, program.updates)[1].items():
+        if name in held and program.types[held[name]] != program.types[value.name]:
+            raise VerifyError(f"{value.name} is the new value of {name} and is a {program.types[value.name]}")
+        if value in flowing:
+            raise VerifyError(f"{value.name} is the new value of {name} and carries a gradient")
 
 
 def _check_sharded(sharded: Sharded) -> None:
@@ -111,8 +123,12 @@ def _check_local(local: Local) -> None:
     elsewhere its gradient is whole already. A parameter of which several ranks hold one piece sums its gradient over them.
     """
     local.graph.lint()
-    flowing, names = _flowing(local), local.program.nodes()
+    flowing, names = _carrying(local.program, local.graph, local.origins), local.program.nodes()
     entered = entered_values(local.graph, local.layouts, flowing)
+    for name, value in results(local.graph, local.program.updates)[1].items():
+        layout = local.layouts.get(value.name)
+        if isinstance(layout, Layout) and not layout.is_whole:
+            raise VerifyError(f"{value.name} is the new value of {name}, which every rank holds whole, and is {_state(layout)}")
     for node in local.graph.nodes:
         if node.op == "call_function" and node.name in names and local.origins.get(node.name) != node.name:
             raise VerifyError(f"{node.name} has the name of a value of the whole program, and is no piece of it")
@@ -122,14 +138,14 @@ def _check_local(local: Local) -> None:
                 _check_use(local, node, operand, operand in flowing, entered)
 
 
-def _flowing(local: Local) -> frozenset[fx.Node]:
-    """The values through which a gradient may reach a parameter."""
+def _carrying(program: Program, graph: fx.Graph, origins: Mapping[str, str] = MappingProxyType({})) -> frozenset[fx.Node]:
+    """The nodes of a program's graph, global or local, through which a gradient may reach a parameter."""
     found: set[fx.Node] = set()
-    for node in local.graph.nodes:
-        kind = local.program.types.get(local.origins.get(node.name, node.name))
+    for node in graph.nodes:
+        kind = program.types.get(origins.get(node.name, node.name))
         real = not isinstance(kind, TensorType) or kind.dtype.is_floating_point or kind.dtype.is_complex
         made = node.op == "call_function" and op_name(node) != "aten.detach.default" and any(o in found for o in node.all_input_nodes)
-        if real and (made or node.name in local.program.parameters):
+        if real and (made or node.name in program.parameters):
             found.add(node)
     return frozenset(found)
 

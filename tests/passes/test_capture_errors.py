@@ -24,7 +24,10 @@ class Model(nn.Module):
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
         self.norm = nn.BatchNorm1d(6)
         self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("twin", self.mean)
         self.hidden = [nn.Parameter(torch.ones(6))]
+        self.plain = torch.zeros(6)
 
 
 class Branch(Model):
@@ -65,15 +68,53 @@ class AutocastInside(Model):
         return y.float()
 
 
-class BatchNorm(Model):
+class MeanWithGradient(Model):
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.a(x).mT)
+        y = self.a(x)
+        self.steps.mul_(0.9).add_(y.mean())  # here
+        return y
 
 
-class Counter(Model):
+class Growing(Model):
     def forward(self, x: Tensor) -> Tensor:
-        self.steps.add_(1)  # here
-        return self.a(x) * self.steps
+        self.steps = self.a(x)[:, 0].sum(0).detach()  # here
+        return self.a(x)
+
+
+class PlainInPlace(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.plain += 1  # here
+        return self.a(x) * self.plain
+
+
+class PlainReplaced(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.plain = self.plain + 1  # here
+        return self.a(x) * self.plain
+
+
+class NewBuffer(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_buffer("cache", x.mean(0))
+        return self.a(x)
+
+
+class Parted(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + 1
+        return self.a(x)
+
+
+class Shared(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = self.mean[0]
+        return self.a(x)
+
+
+class NativeNorm(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y, *_ = torch.native_batch_norm(self.a(x), None, None, self.norm.running_mean, self.norm.running_var, True, 0.1, 1e-5)  # here
+        return y
 
 
 class ClampWithoutGradient(Model):
@@ -150,7 +191,31 @@ REASONS: list[tuple[type[Model], str, str]] = [
         "rewrite this line, or compile a part of the model that does not run it",
     ),
     (Tangent, "forward uses torch.func: _jvp_increment_nesting cannot be captured", "write this part with a batch dimension of its own"),
-    (Counter, "add_ writes to buffer steps, which belongs to the model", "write it without changing a tensor in place"),
+    (
+        MeanWithGradient,
+        "the new value of steps carries a gradient from one step to the next",
+        "compute it under torch.no_grad(), or from detached values",
+    ),
+    (
+        Growing,
+        "forward gives steps another type or size: float32 [], float32 [6]",
+        "keep what a buffer holds in one type and size",
+    ),
+    (
+        PlainInPlace,
+        "forward changes plain, which is a plain attribute: it would be taken for a constant",
+        "register it with register_buffer, so that it is a part of the model's state",
+    ),
+    (
+        PlainReplaced,
+        "forward reads plain and puts another tensor in its place, and it is a plain attribute, no buffer",
+        "register it with register_buffer, so that it is a part of the model's state",
+    ),
+    (
+        NativeNorm,
+        "the model updates its running statistics in forward, by aten::native_batch_norm",
+        "use torch.nn.functional.batch_norm",
+    ),
     (
         ClampWithoutGradient,
         "clamp_ writes under no_grad to a value that gradients flow through",
@@ -172,14 +237,25 @@ def test_refused(model: type[Model], reason: str, fix: str) -> None:
     assert message == f"{reason}\n  at   {code(model)}\n  from {line(model)}\n  fix  {fix}"
 
 
-def test_a_batch_norm_that_learns() -> None:
-    lines, start = inspect.getsourcelines(BatchNorm)
-    assert refusal(CaptureError, lambda: capture(BatchNorm(), X)) == (
-        "norm updates its running statistics in forward\n"
-        "  at   return self.norm(self.a(x).mT)\n"
-        f"  from {Path(__file__).name}:{start + len(lines) - 1}\n"
-        "  fix  put it into eval mode, or use a norm over features, such as LayerNorm"
-    )
+@pytest.mark.parametrize(
+    ("model", "reason", "fix"),
+    [
+        (NewBuffer, "forward registers a buffer, cache", "register it when the model is made"),
+        (Parted, "forward parts mean and twin, which are one buffer", "change the buffer in place, under torch.no_grad()"),
+        (Shared, "forward makes the buffers steps and mean share memory", "clone what is assigned to steps"),
+    ],
+)
+def test_what_forward_does_to_the_list_of_buffers(model: type[Model], reason: str, fix: str) -> None:
+    """No operation shows it, so there is no line of the model to give: it is the call's."""
+    first, *middle, last = refusal(CaptureError, lambda: capture(model(), X)).splitlines()
+    assert (first, last) == (reason, f"  fix  {fix}")
+    assert [text.split()[0] for text in middle] == ["from"] and Path(__file__).name in middle[0]
+
+
+def test_a_refused_write_leaves_the_model_as_it_is() -> None:
+    model = PlainInPlace()
+    refusal(CaptureError, lambda: capture(model, X))
+    assert model.plain.equal(torch.zeros(6))
 
 
 def test_failures_leave_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,8 @@ def tiny(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = dropout
+        elif isinstance(getattr(module, "drop_prob", None), float):  # stochastic depth
+            module.drop_prob = dropout
     generator = torch.Generator().manual_seed(seed + 1)
     inputs: dict[str, Any] = dict(make_inputs(model, config, task, model_type, (batch, sequence), generator))
     if labels:

@@ -38,6 +38,7 @@ def explain(compilation: Compilation, width: int = WIDTH, devices_per_node: int 
             *_cuts(compilation),
             _stages(compilation),
             *_shared(compilation),
+            *_updates(compilation.program),
             *_traffic(compilation),
         ):
             console.print(part)
@@ -166,6 +167,14 @@ def _traffic(compilation: Compilation) -> Iterator[RenderableType]:
         ]
         table.add_row(row.axis, row.direction, spell(map(str, stages)), row.call.replace("_", "-"), *shown)
     yield table
+
+
+def _updates(program: Program) -> Iterator[RenderableType]:
+    """The buffers that forward gives new values."""
+    if program.updates:
+        names = [name for name, _ in fold(program.updates, lambda name: name, lambda name: 0, program.layers)]
+        piece = f"\na batch must be in one piece: {program.update_reason}" if program.update_reason else ""
+        yield Text(f"forward updates {', '.join(names)}{piece}")
 
 
 def _flops(compilation: Compilation) -> tuple[list[int], str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpcompile.driver import Compilation, Options, check_dropout, lower
+from tpcompile.driver import Compilation, Options, check_dropout, lower, refuse_division
 from tpcompile.errors import InputError, Refused, TpcompileError, caller
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import matches
@@ -275,14 +275,7 @@ class Compiled:
         if division is not None and (rows := batches.guess_rows(batch)) is not None:
             batches.check_rows(rows, division, call)
         compilation = lower(self.model, self.mesh, batches.example(batch, division or self._division), self.options)
-        reason = compilation.program.loss_reason
-        if reason and self.mesh.dp * self.options.microbatches > 1:
-            raise Refused(
-                f"the loss of a batch is not the sum of its parts' losses: {reason}",
-                at=f"compile(dp={self.mesh.dp}, microbatches={self.options.microbatches})",
-                source=caller(),
-                fix="use dp=1 and microbatches=1, or a loss that is a sum or a mean over tokens",
-            )
+        refuse_division(compilation.program, self.mesh, self.options.microbatches, "compile")
         self._compilations.append(compilation)
 
     def _check_labels(self, batch: Batch, call: str) -> None:

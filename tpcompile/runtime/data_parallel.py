@@ -72,7 +72,7 @@ def distribute(root: StageRoot, groups: Groups, trained: frozenset[str]) -> Engi
     if not kept:
         return root
     ignored = [name for name, p in root.named_parameters(remove_duplicate=False) if p not in kept]
-    ignored += [name for name, _ in root.named_buffers(remove_duplicate=False)]  # equal on all replicas, and never written
+    ignored += [name for name, _ in root.named_buffers(remove_duplicate=False)]  # equal on all replicas, and stay so
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, ignored)  # type: ignore[no-untyped-call]
     return DistributedDataParallel(root, process_group=group)
 

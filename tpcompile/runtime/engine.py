@@ -63,6 +63,7 @@ class Engine:
     def _prepare(self, capture: Capture, *, gradients: bool) -> DataParallel:
         """The module to call. With gradients, it averages them over dp; that is set up once, for the parameters trained then."""
         self.root.capture = capture.number
+        self.root.begin(capture.stage.updates)
         if shared_weights(capture.stages) != self._held:
             what = "other weights are shared by several stages than in the first capture of the model"
             raise Refused(what, fix="compile a second object for these inputs")

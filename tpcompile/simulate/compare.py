@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile.collectives import held_by, mix, take
-from tpcompile.driver import Compilation, Options, check_dropout, lower
-from tpcompile.errors import InputError, Refused, caller
+from tpcompile.driver import Compilation, Options, check_dropout, lower, refuse_division
+from tpcompile.errors import InputError, caller
 from tpcompile.ir import Program
 from tpcompile.layout import TensorType
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import bind_example, capture, matches
 from tpcompile.passes.normalize import normalize
 from tpcompile.runtime import batch as batches
+from tpcompile.simulate.buffers import buffer_errors
+from tpcompile.simulate.distance import distance
 from tpcompile.simulate.diverge import first_divergence
 from tpcompile.simulate.lockstep import run
 from tpcompile.simulate.reference import NoDropout, Reference, weighted_sum
@@ -53,8 +55,8 @@ def check(
 ) -> Report:
     """Compile a model for a mesh, run all its ranks here in lockstep, and compare with the untouched model on the same batch.
 
-    Compared are the loss, every output, every gradient, and every parameter after `steps` steps of `optimizer` (SGD with a rate of 1
-    unless `optimizer_settings` say otherwise). A model without a loss is given one: its outputs times fixed weights, summed. With
+    Compared are the loss, every output, every gradient, and every parameter and buffer after `steps` steps of `optimizer` (SGD with a rate
+    of 1 unless `optimizer_settings` say otherwise). A model without a loss is given one: its outputs times fixed weights, summed. With
     `dropout="exact"` dropout is compared too: the untouched model then runs under `tpcompile.testing.exact_dropout`; with "local" and
     "fast", whose masks no single device has, it is off on both sides. No process group is needed. Tolerances follow the model's type.
     Raises what `tpcompile.compile` raises.
@@ -88,12 +90,7 @@ def _lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Opti
     batches.check_rows(batches.rows_of(flatten(compilation.program, batch), inputs, call), division, call)
     if compilation.program.loss is None:
         compilation = lower(model, mesh, part, replace(options, loss=weighted_sum))
-    reason = compilation.program.loss_reason
-    if reason and mesh.dp * options.microbatches > 1:
-        at = f"check(dp={mesh.dp}, microbatches={options.microbatches})"
-        raise Refused(
-            f"the loss of a batch is not the sum of its parts' losses: {reason}", at=at, source=caller(), fix="use dp=1 and microbatches=1"
-        )
+    refuse_division(compilation.program, mesh, options.microbatches, "check")
     return compilation
 
 
@@ -139,6 +136,7 @@ def compare(
         output_error=output_error,
         grad_errors=grad_errors,
         parameter_errors=errors,
+        buffer_errors=buffer_errors(replay, reference.model),
         skipped=skipped,
         capture_error=captured,
         parameter_tolerance=tolerance.gradient * max(1.0, scale * float(settings["lr"]))
@@ -201,20 +199,6 @@ def _pairs(
                 if whole is not None and name in cuts:
                     whole = take(whole, cuts[name][0], held_by(cuts[name][1], coordinate, tp))
                 yield name, of(value), whole
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference between elements; infinite where shapes differ or one is not a number and the other is."""
-    if a.shape != b.shape:
-        return float("inf")
-    if not a.numel():
-        return 0.0
-    if not a.is_floating_point() and not a.is_complex():
-        return float((a != b).any())
-    apart = (a.detach() - b.detach()).abs()
-    same = (a == b) | (a.isnan() & b.isnan())
-    worst = float(apart.masked_fill(same, 0.0).max())
-    return float("inf") if worst != worst else worst
 
 
 def parameter_errors(

@@ -13,6 +13,7 @@ from tpcompile.driver import Compilation
 from tpcompile.ir import Stage
 from tpcompile.layout import Layout, bounds, concrete, cut_factors
 from tpcompile.rules import op_name
+from tpcompile.simulate.distance import distance
 from tpcompile.simulate.lockstep import Values, run
 from tpcompile.simulate.replay import Replay, flatten, rows
 from tpcompile.simulate.report import Divergence
@@ -128,8 +129,6 @@ class _Search:
 
         Where pieces overlap, each rank's must be right; a gradient inside a region is there a part of a sum.
         """
-        from tpcompile.simulate.compare import distance
-
         assert isinstance(layout, Layout)
         layout = concrete(layout, self.sizes)
         if layout.partial:

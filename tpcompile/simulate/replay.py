@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from tpcompile.collectives import held_by, mix, take
 from tpcompile.driver import Compilation
 from tpcompile.errors import InputError
-from tpcompile.ir import Program
+from tpcompile.ir import Program, results
 from tpcompile.simulate.lockstep import Values, run, send
 from tpcompile.simulate.wire import Wire
 from tpcompile.timeline import shared_weights
@@ -85,6 +85,7 @@ class Replay:
     compilation: Compilation
     dropout: bool = False
     pieces: list[Pieces] = field(default_factory=list)  # for each stage
+    buffers: list[Pieces] = field(default_factory=list)  # those that forward updates, for each stage, after each part of the rows
     wire: Wire = field(default_factory=Wire)  # what the ranks of one replica hand to each other, since the last step began
     seed: int = 0
     steps: int = 0
@@ -103,18 +104,24 @@ class Replay:
                     values.append(value.clone().requires_grad_(state[name].requires_grad))
                 held[name] = values
             self.pieces.append(held)
+            self.buffers.append({name: [self.model.get_buffer(name).clone()] * tp for name in stage.updates})
 
     def step(self, batch: Mapping[str, Any]) -> tuple[Tensor, list[tuple[Any, ...]]]:
-        """Forward and backward of a batch: the loss, and the outputs of every part of its rows. Gradients add up in the pieces."""
+        """Forward and backward of a batch: the loss, and the outputs of every part of its rows. Gradients add up in the pieces.
+
+        All parts find the buffers as they were before, and leave in `buffers` what they make of them.
+        """
         mesh, program = self.compilation.mesh, self.compilation.program
         parts = self.compilation.options.parts(mesh)
         tensors = flatten(program, batch)
         self.wire.moved.clear()
         counts = self.counts(tensors)
         total, outputs = torch.zeros(()), []
+        updated: list[Pieces] = [{name: [] for name in held} for held in self.buffers]
         for index in range(parts):
             wire = self.wire if index < self.compilation.options.microbatches else Wire()
             values = self.forward(rows(program, tensors, index, parts), counts, index, wire)
+            self.collect(updated, values)
             returned = values[-1]["output"]
             losses = [output[0] for output in returned]
             torch.autograd.backward(losses, [torch.full_like(loss, 1 / mesh.dp) for loss in losses])
@@ -123,8 +130,15 @@ class Replay:
         self.note_gradients()
         self.tie()
         self.note_loss(total)
+        self.buffers = updated
         self.steps += 1
         return total, outputs
+
+    def collect(self, updated: Sequence[Pieces], values: Sequence[Mapping[str, Values]]) -> None:
+        """Note the new values of all stages' buffers."""
+        for stage, held, made in zip(self.compilation.stages, updated, values, strict=True):
+            for name, node in results(stage.graph, stage.updates)[1].items():
+                held[name] += [value.detach() for value in made[node.name]]
 
     def forward(
         self, tensors: Mapping[str, Tensor], counts: Mapping[str, Tensor], index: int = 0, wire: Wire | None = None
@@ -148,6 +162,8 @@ class Replay:
         given |= {placeholder: self.model.get_buffer(name) for placeholder, name in stage.buffers.items()}
         feed: dict[str, Values] = {name: [given[name]] * tp for name in (*stage.inputs, *stage.buffers, *stage.constants)}
         feed |= {placeholder: list(self.pieces[number][name]) for placeholder, name in stage.parameters.items()}
+        held = self.buffers[number]
+        feed |= {placeholder: held[name][-tp:] for placeholder, name in stage.buffers.items() if name in held}
         return feed
 
     def key(self, index: int) -> Tensor:

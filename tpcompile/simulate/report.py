@@ -57,10 +57,11 @@ class Report:
     traffic: tuple[Total, ...] = ()  # what the ranks of one replica handed to each other in the first step
     traffic_errors: tuple[str, ...] = ()  # where the compiler's formulas say otherwise
     parameter_tolerance: float = field(default=0.0)
+    buffer_errors: Mapping[str, float] = field(default_factory=dict)  # of those that forward updates; relative to their largest element
 
     @property
     def ok(self) -> bool:
-        worst = max([*self.grad_errors.values(), self.capture_error], default=0.0)
+        worst = max([*self.grad_errors.values(), *self.buffer_errors.values(), self.capture_error], default=0.0)
         close = self.loss_error <= self.tolerance.loss and max(self.output_error, worst) <= self.tolerance.gradient
         return close and not self.traffic_errors and max(self.parameter_errors.values(), default=0.0) <= self.parameter_tolerance
 
@@ -76,6 +77,7 @@ class Report:
             "capture_error": self.capture_error,
             "grad_errors": dict(self.grad_errors),
             "parameter_errors": dict(self.parameter_errors),
+            "buffer_errors": dict(self.buffer_errors),
             "skipped": self.skipped,
             "first_divergence": vars(self.first_divergence) if self.first_divergence else None,
             "notes": list(self.notes),
@@ -95,6 +97,8 @@ class Report:
             ("gradients", *_worst(self.grad_errors, self.tolerance.gradient)),
             ("parameters after the step", *_worst(self.parameter_errors, self.parameter_tolerance)),
         ]
+        if self.buffer_errors:
+            rows.append(("buffers after the step", *_worst(self.buffer_errors, self.tolerance.gradient)))
         for what, error, allowed, where in rows:
             table.add_row(what, f"{error:.1e}", f"{allowed:.0e}", where, style="" if error <= allowed else "bold red")
         if self.first_divergence:
