@@ -12,7 +12,7 @@ from tpcompile.ir import Program, Sharded
 from tpcompile.layout import Layout, Size, TensorType, product, whole
 from tpcompile.linear import is_linear
 from tpcompile.passes._entering import differentiable, entering
-from tpcompile.rules import Op, addend, view_op
+from tpcompile.rules import ENDS, SUMMED, Op, addend, op_name, view_op
 
 USUAL = 512
 """What a symbolic size is taken to be where sizes are compared."""
@@ -51,7 +51,8 @@ class _Waiting:
         self.settle()
 
     def is_source(self, node: fx.Node) -> bool:
-        return node.name in self.sharded.rows and addend(node) is None and isinstance(self.program.types[node.name], TensorType)
+        adds_up = op_name(node) not in ENDS or op_name(node) in SUMMED
+        return adds_up and node.name in self.sharded.rows and addend(node) is None and isinstance(self.program.types[node.name], TensorType)
 
     def can_wait(self, node: fx.Node) -> bool:
         """Whether a value may be partial if those before it are: whole so far, no longer than what it is made of."""

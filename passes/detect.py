@@ -12,7 +12,7 @@ from tpcompile.factors import LayoutError, join
 from tpcompile.ir import Cone, Kind, Program
 from tpcompile.layout import Dim, Factor, Layout, Open, TensorType
 from tpcompile.passes._aside import aside, follow
-from tpcompile.rules import PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, view_op
+from tpcompile.rules import ENDS, PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, view_op
 
 ATTENDS = ("softmax", "attention")
 """An operation whose name has one of these makes a region attention: its heads are what is cut."""
@@ -25,7 +25,7 @@ STILL = RESHAPES | {
 
 
 def detect(program: Program) -> tuple[Cone, ...]:
-    """Find, for every linear, the region that it would end as the row-cut one.
+    """Find, for every linear, the region that it would end as the row-cut one; and for every table and loss, what its rows or scores end.
 
     before  %h = linear(%x, up), %a = gelu(%h), %y = linear(%a, down)
     after   mlp: row %y, column %h; %h, %a : [b, s, 256@?0], up [256@?0, 64], down [64, 256@?0]
@@ -37,6 +37,8 @@ def detect(program: Program) -> tuple[Cone, ...]:
         for op, letter, bound in seeds(program, node, weights):
             cone = _Walk(program, order, weights, len(cones)).run(op, letter, bound)
             cones.append(replace(cone, layouts={**cone.layouts, **follow(program, apart, cone.layouts)}))
+        for op, letter, bound in ends(program, node):
+            cones.append(replace(_Walk(program, order, weights, len(cones)).run(op, letter, bound), kind="vocabulary"))
     return tuple(cones)
 
 
@@ -68,6 +70,32 @@ def seeds(program: Program, node: fx.Node, weights: frozenset[fx.Node]) -> Itera
         contracted = letter not in kept and letter not in bound.never and bound.sizes[letter] != 1
         if contracted and len({holder in weights for holder in holders}) == 2:
             yield op, letter, bound
+
+
+def ends(program: Program, node: fx.Node) -> Iterable[tuple[Op, str, Bound]]:
+    """The operation with the dimension that it needs whole, unless a cut ends in it: a table's rows, a loss's classes."""
+    if node.op != "call_function" or op_name(node) not in ENDS:
+        return
+    op = view_op(node, program.types)
+    try:
+        bound, ordinary = bind_rule(op, end=True), bind_rule(op)
+    except LayoutError:
+        return
+    if any(trained(program, operand) for operand in op.operands[1:]):
+        return
+    for letter in sorted(ordinary.never - bound.never):
+        if isinstance(bound.sizes[letter], int) and bound.sizes[letter] != 1:
+            yield op, letter, bound
+
+
+def trained(program: Program, node: fx.Node) -> bool:
+    """Whether a value depends on a parameter."""
+    todo, seen = [node], set[fx.Node]()
+    while todo:
+        if (value := todo.pop()) not in seen:
+            seen.add(value)
+            todo += value.all_input_nodes
+    return any(value.name in program.parameters for value in seen)
 
 
 @dataclass

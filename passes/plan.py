@@ -28,33 +28,46 @@ from tpcompile.layout import (
     same_dim,
     size_of,
 )
+from tpcompile.passes import _vocabulary
+from tpcompile.passes._held import held_regions
 from tpcompile.passes._reasons import user_line
 from tpcompile.passes._trim import reads, trimmed
-from tpcompile.rules import Op, bind_rule, forward, has_rule, op_name, view_op, wants_of
+from tpcompile.rules import ENDS, Op, bind_rule, forward, has_rule, op_name, view_op, wants_of
 
-RANK: Mapping[Kind, int] = {"attention": 0, "mlp": 1, "linear": 2, "column": 3, "row": 3}
-"""Which region wins where two want the same linear: attention, then MLP, then a bare chain of linears."""
+RANK: Mapping[Kind, int] = {"attention": 0, "vocabulary": 1, "mlp": 2, "linear": 3, "column": 4, "row": 4}
+"""Which region wins where two want the same linear: attention, a vocabulary, then MLP, then a bare chain of linears."""
 
 CONFLICT = 2
 """What another region has, or would have to share, is the last reason to give; that of a region's row goes before that of its columns."""
 
 
-def plan(program: Program, cones: Sequence[Cone], axis: str, parts: int, overrides: Mapping[str, str]) -> Plan:
+def plan(
+    program: Program,
+    cones: Sequence[Cone],
+    axis: str,
+    parts: int,
+    overrides: Mapping[str, str],
+    *,
+    vocab_parallel: bool = True,
+    held: Mapping[str, Layout] | None = None,
+) -> Plan:
     """Choose regions that do not contradict each other and fix their cuts; say why every other linear stays whole.
+
+    Without `vocab_parallel`, tables of embeddings, heads and losses are not cut. `held` says how an earlier capture of the model cut its
+    parameters, by their qualified names: they stay so.
 
     before  attention: row %o, columns %q %k %v; heads 14@?3, key/value heads 2@?3~
     after   attention: heads 14@tp{0:4, 4:7, 7:11, 11:14}, key/value heads 2@tp{0:1, 0:1, 1:2, 1:2}
     """
-    chooser = _Chooser(program, axis, parts, overrides)
+    chooser = _Chooser(program, axis, parts, overrides, vocab_parallel, held)
     if parts > 1:
-        unions = unite([cone for cone in cones if cone.columns])
+        unions = unite([cone for cone in cones if cone.columns or (cone.kind == "vocabulary" and cone.layouts.keys() & program.parameters)])
         for union in sorted(unions, key=lambda u: (RANK[u.kind], -u.weight(program), chooser.order[u.rows[0]])):
             chooser.consider(union)
         chooser.consider_trimmed()
         chooser.force()
-    regions = sorted(
-        chooser.regions, key=lambda region: chooser.order[next(iter(region.rows), region.columns[0] if region.columns else "")]
-    )
+        chooser.keep()
+    regions = sorted(chooser.regions, key=lambda region: chooser.order[next(iter((*region.rows, *region.columns, *region.layouts)))])
     return Plan(tuple(regions), tuple(left(program, cones, regions, chooser)))
 
 
@@ -115,8 +128,17 @@ def _keyless(dim: Dim) -> Dim:
 class _Chooser:
     """The regions chosen so far, and why others were not."""
 
-    def __init__(self, program: Program, axis: str, parts: int, overrides: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        axis: str,
+        parts: int,
+        overrides: Mapping[str, str],
+        vocab_parallel: bool,
+        held: Mapping[str, Layout] | None,
+    ) -> None:
         self.program, self.axis, self.parts, self.overrides = program, axis, parts, overrides
+        self.vocab_parallel, self.held = vocab_parallel, held
         self.nodes = program.nodes()
         self.order = {name: position for position, name in enumerate(self.nodes)}
         self.regions: list[Region] = []
@@ -128,9 +150,10 @@ class _Chooser:
 
     def consider(self, union: Union) -> None:
         name = self.name(union)
-        wish = self.wish(name)
+        wish = self.wish(name, *(self.paths(union) if union.kind == "vocabulary" else ()))
         conflict = self.conflict(union)
-        reason = 'overrides say "whole"' if wish == "whole" else conflict or self.objection(union)
+        unwanted = wish == "whole" or (wish == "row" and union.kind == "vocabulary")
+        reason = f'overrides say "{wish}"' if unwanted else conflict or self.objection(union, wish)
         if not reason:
             try:
                 self.accept(name, union)
@@ -143,14 +166,19 @@ class _Chooser:
 
     def name(self, union: Union) -> str:
         """The module path that the region's linears share, with its kind where that is ambiguous."""
-        paths = [self.program.sources[n].path.split(".") for n in (*union.columns, *union.rows) if n in self.program.sources]
+        paths = [path.split(".") for path in self.paths(union)]
         shared = [words[0] for words in zip(*paths, strict=False) if len(set(words)) == 1]
         name = ".".join(shared) or union.kind
         return f"{name}.{union.kind}" if any(region.name == name for region in self.regions) else name
 
-    def wish(self, name: str) -> str:
+    def paths(self, union: Union) -> list[str]:
+        """The modules that the region's linears and look-ups are in; a loss has none of its own."""
+        found = [self.program.sources[n].path for n in (*union.columns, *union.rows) if n in self.program.sources]
+        return [path for path in found if path] if union.kind == "vocabulary" else found
+
+    def wish(self, *names: str) -> str:
         for pattern, wish in self.overrides.items():
-            if fnmatchcase(name, pattern):
+            if any(fnmatchcase(name, pattern) for name in names):
                 self.matched.add(pattern)
                 return wish
         return ""
@@ -167,11 +195,18 @@ class _Chooser:
                 return f"{self.path(row)} is column-cut in another region"
         return ""
 
-    def objection(self, union: Union) -> str:
+    def objection(self, union: Union, wish: str) -> str:
         """Why this union is not worth cutting by itself."""
+        if union.kind == "vocabulary":
+            if not self.vocab_parallel:
+                return "vocab_parallel=False"
+            if wish not in ("cut", "column") and (reason := _vocabulary.objection(self.program, self.nodes, union.rows, union.layouts)):
+                return reason
         for name, user in self.outside(union):
             if not can_gather(union.layouts[name]):
                 return f"its value {name} is also used whole, and cannot be gathered: the batch is part of the dimension that is cut"
+            if name in self.program.parameters and union.kind == "vocabulary":
+                return f"{self.program.parameters[name]} is also used whole, by {user.name}{self.at(user.name)}"
             if union.kind != "attention" and name not in self.program.parameters and reads(user):
                 self.late.append(union)
                 return f"its value {name} is also used whole, by {user.name}{self.at(user.name)}"
@@ -220,6 +255,12 @@ class _Chooser:
         layouts = {value: close(layout) for value, layout in union.layouts.items()}
         rows = {row: tuple(resolve(layout, self.axis, ranges) for layout in wants) for row, wants in union.wants.items()}
         self.try_out(layouts)
+        for placeholder in sorted(layouts.keys() & self.program.parameters):
+            path = self.program.parameters[placeholder]
+            if self.held is not None and (path not in self.held or not _equal(layouts[placeholder], self.held[path])):
+                raise LayoutError(f"an earlier capture of the model holds {path} in another way")
+        if any(op_name(self.nodes[row]) in ENDS and not _vocabulary.in_one_piece(wants[0], self.parts) for row, wants in rows.items()):
+            raise LayoutError("what a rank would hold of it is not in one piece")
         self.add(Region(name, union.kind, self.axis, rows, union.columns, layouts, self.weights(layouts)))
 
     def try_out(self, layouts: Mapping[str, Layout | tuple[Layout, ...]]) -> None:
@@ -262,6 +303,14 @@ class _Chooser:
                 known = ", ".join(sorted({region.name for region in self.regions})) or "none"
                 what, fix = f"overrides name no region: {pattern!r}", f"the regions are {known}"
                 raise InputError(what, at="compile(overrides=…)", source=user_line(), fix=fix)
+
+    def keep(self) -> None:
+        """What an earlier capture cut and no region here does stays cut."""
+        held = self.held or {}
+        missing = {name: held[path] for name, path in self.program.parameters.items() if name not in self.taken and path in held}
+        missing = {name: layout for name, layout in missing.items() if layout.is_cut}
+        for region in held_regions(self.program, self.axis, missing, frozenset(self.taken) | self.rows):
+            self.add(region)
 
     def cut_alone(self, op: Op, wish: str) -> None:
         bound = bind_rule(op)
@@ -376,11 +425,12 @@ def _close(segment: Sequence[Factor], axis: str, bounds: Bounds) -> Iterable[Fac
 
 
 def left(program: Program, cones: Sequence[Cone], regions: Sequence[Region], chooser: _Chooser) -> Iterable[Left]:
-    """Every contraction with a weight that no region cuts, with the reason."""
+    """Every contraction with a weight that no region cuts, with the reason; a loss's reason is that of its head, where there is one."""
     cut = {node for region in regions for node in (*region.rows, *region.columns, *region.layouts)}
     seen: set[str] = set()
     for cone in cones:
-        if cone.seed in cut or cone.seed in seen:
+        told = cone.kind == "vocabulary" and not _looks_up(chooser.nodes[cone.seed], program) and (cone.columns or not cone.reason)
+        if cone.seed in cut or cone.seed in seen or told:
             continue
         seen.add(cone.seed)
         source = program.sources.get(cone.seed)

@@ -15,9 +15,10 @@ from tpcompile.collectives import ops
 from tpcompile.factors import in_steps
 from tpcompile.ir import Local, PerRank, Sharded
 from tpcompile.layout import Cut, Dim, Even, Layout, Size, bounds, cut_factors, local_size, pieces, same, size_of, whole
+from tpcompile.passes._ends import write_end
 from tpcompile.passes._entering import along_positions
 from tpcompile.passes._lengths import symbol_nodes
-from tpcompile.rules import ADDENDS, Op, addend, argument, op_name, view_op, wants_of
+from tpcompile.rules import ADDENDS, ENDS, Op, addend, argument, op_name, view_op, wants_of
 
 
 def rewrite(sharded: Sharded) -> Local:
@@ -64,6 +65,9 @@ class _Writer:
             return self.values[operand] if op_name(node) == "getitem" else self.whole_value(operand, node)
 
         args, kwargs = fx.map_arg(node.args, take), fx.map_arg(node.kwargs, take)
+        if node.name in self.sharded.rows and op_name(node) in ENDS:
+            self.values[node] = write_end(self, node, args, kwargs)
+            return
         if node.name in self.sharded.rows:
             self.write_row(node, args, kwargs)
             return

@@ -149,6 +149,9 @@ class Lowered:
     options: Any = None
     history: dict[str, Any] = field(default_factory=dict)
 
+    def held(self) -> dict[str, Any]:
+        return {}
+
     def rank_program(self, model: Tied, rank: int, device: torch.device) -> RankProgram:
         place = self.mesh.coordinates(rank)["pp"]
         module = Both(model) if self.mesh.pp == 1 else (First, Second)[place](model)
@@ -158,7 +161,9 @@ class Lowered:
         return RankProgram(self.mesh, rank, (mine,), (module,), (mine.graph,), ("",), pieces, ("spare.weight",))
 
 
-def lower(model: Tied, mesh: Mesh, batch: Mapping[str, Any], options: Any, *, static: bool = False, random: bool = False) -> Lowered:
+def lower(
+    model: Tied, mesh: Mesh, batch: Mapping[str, Any], options: Any, held: Any = None, *, static: bool = False, random: bool = False
+) -> Lowered:
     found = program(model, batch["input_ids"].shape[1] if static else None, "labels" in batch, random)
     return Lowered(mesh, found, stages(found, mesh.pp, model.embed.weight.dtype), options)
 

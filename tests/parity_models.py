@@ -101,6 +101,11 @@ def gpt2_exact() -> tuple[nn.Module, Batch, Loss | None]:
     return model, {"input_ids": batch["input_ids"], "targets": batch["labels"]}, next_token
 
 
+def llama_exact() -> tuple[nn.Module, Batch, Loss | None]:
+    model, batch, _ = llama()
+    return model, {"input_ids": batch["input_ids"], "targets": batch["labels"]}, next_token
+
+
 def next_token(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["targets"][:, 1:].flatten())
 
@@ -156,6 +161,7 @@ FACTORIES: Mapping[str, Callable[[], tuple[nn.Module, Batch, Loss | None]]] = {
     "gpt2": gpt2,
     "gpt2 exact": gpt2_exact,
     "llama": llama,
+    "llama exact": llama_exact,
     "neox": neox,
     "bert": bert,
     "llama14on2": lambda: llama(14, 2),

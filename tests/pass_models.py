@@ -105,16 +105,16 @@ def program_of(model: Rows, size: int) -> Program:
     return captured(model, {"x": torch.randn(2, 4, size, dtype=torch.float64)})
 
 
-def planned(program: Program, parts: int, **overrides: str) -> Plan:
-    return plan(program, detect(program), "tp", parts, overrides)
+def planned(program: Program, parts: int, *, vocab_parallel: bool = True, **overrides: str) -> Plan:
+    return plan(program, detect(program), "tp", parts, overrides, vocab_parallel=vocab_parallel)
 
 
-def sharded(program: Program, parts: int, **overrides: str) -> Sharded:
-    return verify(propagate(program, planned(program, parts, **overrides), "tp", parts))
+def sharded(program: Program, parts: int, **options: Any) -> Sharded:
+    return verify(propagate(program, planned(program, parts, **options), "tp", parts))
 
 
-def local(program: Program, parts: int, **overrides: str) -> Local:
-    return verify(rewrite(sharded(program, parts, **overrides)))
+def local(program: Program, parts: int, **options: Any) -> Local:
+    return verify(rewrite(sharded(program, parts, **options)))
 
 
 def stages(program: Program, batch: Mapping[str, Any], parts: int, count: int) -> tuple[Stage, ...]:

@@ -9,6 +9,14 @@ from one_call import Example, e, ends, every, f, fixed, i, m, pos, single, z
 
 OVER_PLACES = [e(f(3, 5, 4), i(3, 4, high=5), None, reduction) for reduction in (0, 1, 2)]
 
+OVER_CLASSES = [
+    e(f(6, 5, *places), i(6, *places, high=5), weight, reduction, 2, smoothing)  # labels of class 2 are ignored
+    for places in ((), (4,))
+    for weight in (None, fixed(5))
+    for reduction in (0, 1, 2)
+    for smoothing in (0.0, 0.3)
+]
+
 EXAMPLES: Mapping[str, list[Example]] = {
     "aten._grouped_mm.default": [e(single(6, 12), single(2, 12, 24), ends(2, 6))],
     "aten.addmm.default": [e(f(5), f(3, 4), f(4, 5)), e(f(3, 5), f(3, 4), f(4, 5))],
@@ -36,7 +44,7 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.conv1d.padding": [e(f(3, 4, 9), f(5, 4, 3), f(5), [1], "same"), e(f(3, 4, 9), f(4, 1, 3), f(4), [1], "valid", [1], 4)],
     "aten.conv2d.default": [e(f(2, 3, 6, 7), f(4, 3, 2, 3), f(4)), e(f(2, 3, 6, 7), f(3, 1, 2, 3), None, [1, 1], [0, 0], [1, 1], 3)],
     "aten.conv2d.padding": [e(f(2, 3, 6, 7), f(4, 3, 3, 3), f(4), [1, 1], "same")],
-    "aten.cross_entropy_loss.default": [e(f(3, 5), i(3, high=5)), e(f(3, 5), i(3, high=5), fixed(5), 0), *OVER_PLACES],
+    "aten.cross_entropy_loss.default": [e(f(3, 5), i(3, high=5)), e(f(3, 5), i(3, high=5), fixed(5), 0), *OVER_PLACES, *OVER_CLASSES],
     "aten.cummax.default": [e(f(3, 4), 1)],
     "aten.cumprod.default": [e(f(3, 4), 0)],
     "aten.cumsum.default": [e(f(3, 4), -1)],

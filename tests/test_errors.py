@@ -192,7 +192,7 @@ def test_overrides_that_fit_nothing() -> None:
         "overrides name no region: 'block.*'\n"
         "  at   compile(overrides=…)\n"
         "  from here\n"
-        "  fix  the regions are blocks.0.attention, blocks.0.mlp"
+        "  fix  the regions are blocks.0.attention, blocks.0.mlp, vocabulary"
     )
 
 

@@ -14,7 +14,7 @@ from rule_examples import EXAMPLES, POINTWISE_SAMPLES
 
 from tpcompile.factors import LayoutError
 from tpcompile.layout import Dim, Factor, Layout, Open, same, size_of, whole_dim
-from tpcompile.rules import JOINS, PARTED, POINTWISE, RESHAPES, RULES, Bound, Op, Token, backward, bind_rule, forward, has_rule
+from tpcompile.rules import ENDS, JOINS, PARTED, POINTWISE, RESHAPES, RULES, Bound, Op, Token, backward, bind_rule, forward, has_rule
 
 TABLES = sorted({*RULES, *POINTWISE, *PARTED})
 UNDEFINED = ("empty",)
@@ -102,6 +102,22 @@ def adds_up(call: Call, op: Op, bound: Bound, letter: str) -> None:
     outs = [Layout(layout.dims) for layout in made]
     for given in (True, False):
         call.agrees(call.sharded(outs, wants, given=given, row=True))
+
+
+@pytest.mark.parametrize(("name", "example"), examples(sorted(ENDS)))
+def test_where_a_cut_ends(name: str, example: Example) -> None:
+    """What an operation needs whole is cut after all, and rewrite writes out what it is on pieces."""
+    call = Call.of(name, example)
+    op, bound, ordinary = call.op, bind_rule(call.op, end=True), bind_rule(call.op)
+    ended = [letter for letter in bound.sizes if letter in ordinary.never - bound.never]
+    assert ended
+    for letter in ended:
+        wants = ins_cut(op, bound, letter)
+        outs = [Layout(layout.dims) for layout in forward(op, wants, end=True)]
+        with pytest.raises(LayoutError, match="needs this dimension whole"):
+            forward(op, wants)
+        for given in (True, False):
+            call.agrees(call.sharded(outs, wants, given=given, row=True))
 
 
 @pytest.mark.parametrize(("name", "example"), examples(sorted(RULES)))

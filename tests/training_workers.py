@@ -258,6 +258,40 @@ def called(case: Case) -> Called:
     return Called(type(output).__name__, error, spacing(expected.loss), logits, gradients / largest)
 
 
+@dataclass(frozen=True)
+class Relabelled:
+    """The worst error of logits and gradients; elements of the head that a rank holds after a capture with labels, and without."""
+
+    logits: float
+    gradient: float
+    cut: int
+    whole: int
+
+
+def with_and_without_labels(case: Case) -> Relabelled:
+    """A step, then a forward of the ids alone; and with a second object the other way round."""
+    alone, rows = case.model(), case.batches()[0]
+    ids = {"input_ids": rows["input_ids"]}
+    expected = alone(**ids).logits
+    alone(**rows).loss.backward()
+    whole = dict(alone.named_parameters())
+    largest = max(p.grad.abs().max().item() for p in whole.values())
+    *_, head = (name for name, p in whole.items() if p.shape[:1] == (VOCABULARY,) and p.dim() == 2)
+    logits, gradient, held = 0.0, 0.0, []
+    for first in (rows, ids):
+        compiled = tpcompile.compile(case.model(), case.mesh, first)
+        if first is rows:
+            compiled.train_step(**rows)
+        logits = max(logits, (compiled(**ids).logits - expected).abs().max().item())
+        if first is ids:
+            compiled.train_step(**rows)
+        pieces = compiled.program().parameters
+        errors = ((name, plain(p.grad) - pieces[name].of(whole[name].grad)) for name, p in compiled.named_parameters())
+        gradient = max(gradient, worst(errors).error / largest)
+        held.append(dict(compiled.named_parameters())[head].numel())
+    return Relabelled(logits, gradient, *held)
+
+
 def collectives(case: Case) -> tuple[list[str], list[str]]:
     """What a step of this rank's program should communicate over tp, by its graph, and what gloo was asked for. GPipe."""
     compiled, rows = case.compiled(case.model()), case.batches()[0]

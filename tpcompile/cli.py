@@ -59,15 +59,8 @@ class _Commands:
 def _model(command: argparse.ArgumentParser, *, needed: bool = True) -> None:
     text = "package.module:factory, or hf:llama,num_hidden_layers=2,hidden_size=64"
     command.add_argument("model", metavar="MODEL", nargs=None if needed else "?", help=text)
-    how = "how masks are drawn; check compares dropout if they are exact (default: local)"
-    command.add_argument("--dropout", choices=("local", "exact", "fast"), default="local", help=how)
     _sizes(command, mesh=None, rows=8, sequence=16, needed=needed)
-    command.add_argument(
-        "--sequence-parallel",
-        choices=("on", "off", "regather"),
-        default="on",
-        help="whether tensor ranks keep their own positions between regions; regather: and gather them again in backward (default: on)",
-    )
+    _add_options(command)
 
 
 def _sizes(command: argparse.ArgumentParser, *, mesh: str | None, rows: int, sequence: int, needed: bool = True) -> None:
@@ -77,6 +70,25 @@ def _sizes(command: argparse.ArgumentParser, *, mesh: str | None, rows: int, seq
     command.add_argument("--batch", type=_count, default=rows, help=f"rows of a batch that is made here (default: {rows})")
     command.add_argument("--sequence", type=_count, default=sequence, help=f"words in a row of it (default: {sequence})")
     command.add_argument("--microbatches", type=_count, help="per replica (default: 1 without a pipeline, else as many as stages)")
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    how = "how masks are drawn; check compares dropout if they are exact (default: local)"
+    command.add_argument("--dropout", choices=("local", "exact", "fast"), default="local", help=how)
+    command.add_argument(
+        "--sequence-parallel",
+        choices=("on", "off", "regather"),
+        default="on",
+        help="whether tensor ranks keep their own positions between regions; regather: and gather them again in backward (default: on)",
+    )
+    command.add_argument(
+        "--vocab-parallel",
+        choices=("on", "off"),
+        default="on",
+        help="whether tables of tokens, heads and their losses are cut (default: on)",
+    )
+    command.add_argument("--outputs", choices=("all", "loss"), default="all", help="what a step returns (default: all)")
+
 
 
 def _count(text: str) -> int:
@@ -111,7 +123,8 @@ def _demo(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The keywords of `compile` and `check` that the command line gives."""
     sequence_parallel = {"on": True, "off": False}.get(args.sequence_parallel, "regather")
-    return {"microbatches": args.microbatches, "dropout": args.dropout, "sequence_parallel": sequence_parallel}
+    chosen = {"sequence_parallel": sequence_parallel, "vocab_parallel": args.vocab_parallel == "on", "outputs": args.outputs}
+    return {"microbatches": args.microbatches, "dropout": args.dropout, **chosen}
 
 
 def _plan(args: argparse.Namespace) -> int:

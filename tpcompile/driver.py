@@ -27,6 +27,7 @@ from tpcompile.passes.delay import delay
 from tpcompile.passes.detect import detect
 from tpcompile.passes.divide_loss import divide_loss
 from tpcompile.passes.emit import RankProgram, emit
+from tpcompile.passes.keep_loss import keep_loss
 from tpcompile.passes.normalize import normalize
 from tpcompile.passes.optimize import optimize
 from tpcompile.passes.place_dropout import place_dropout
@@ -54,10 +55,18 @@ class Options:
     overrides: Mapping[str, str] = field(default_factory=dict)
     dropout: str = "local"  # or "exact", "fast"
     sequence_parallel: bool | Literal["regather"] = True
+    vocab_parallel: bool = True
+    outputs: Literal["all", "loss"] = "all"
 
     def parts(self, mesh: Mesh) -> int:
         """In how many parts a batch's rows are divided."""
         return mesh.dp * self.microbatches
+
+
+def check_outputs(outputs: str) -> None:
+    """Raises InputError for a value of `outputs` that is none."""
+    if outputs not in ("all", "loss"):
+        raise InputError(f"outputs={outputs!r}", at="compile", source=caller(), fix='use outputs="all" or outputs="loss"')
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,11 @@ class Compilation:
         tables = {"layouts": self.local.layouts, "origins": self.local.origins}
         return emit(self.stages, self.program, model, self.pieces(), self.mesh, rank, torch.device(device), **tables)  # type: ignore[arg-type]
 
+    def held(self) -> dict[str, Layout]:
+        """How every parameter is held, by its qualified name."""
+        placed = {name: self.sharded.layouts[placeholder] for placeholder, name in self.program.parameters.items()}
+        return {name: layout for name, layout in placed.items() if isinstance(layout, Layout)}
+
     def pieces(self) -> dict[str, tuple[int, list[int]]]:
         """For every cut parameter the dimension that is cut and who holds what, as `bounds` of collectives."""
         found: dict[str, tuple[int, list[int]]] = {}
@@ -126,25 +140,38 @@ def check_dropout(how: str) -> str:
     return how
 
 
-def lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Options) -> Compilation:
-    """Compile a model for one micro-batch's shapes, from capture to stages. Needs no process group and no device but the model's own."""
+def lower(
+    model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Options, held: Mapping[str, Layout] | None = None
+) -> Compilation:
+    """Compile a model for one micro-batch's shapes, from capture to stages. Needs no process group and no device but the model's own.
+
+    `held` are the layouts that an earlier compilation of the model gave to its parameters, by qualified name: they stay.
+    """
     log = Log()
     captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss)))
-    return lower_captured(captured, model, mesh, batch, options, log)
+    return lower_captured(captured, model, mesh, batch, options, log, held)
 
 
 def lower_captured(
-    captured: Program, model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Options, log: Log | None = None
+    captured: Program,
+    model: nn.Module,
+    mesh: Mesh,
+    batch: Mapping[str, Any],
+    options: Options,
+    log: Log | None = None,
+    held: Mapping[str, Layout] | None = None,
 ) -> Compilation:
     """Compile what was captured with this batch: all passes but the first. One capture serves any number of meshes."""
     log = log or Log()
     normal = verify(log.run("normalize", captured, lambda: normalize(captured, options.dropout)))
     _refuse_random(normal, mesh)
     witness = _witness(model, batch, normal, options, mesh)
-    divided = verify(log.run("divide_loss", normal, lambda: divide_loss(normal, witness)))
+    needed = verify(log.run("keep_loss", normal, lambda: keep_loss(normal))) if options.outputs == "loss" else normal
+    divided = verify(log.run("divide_loss", needed, lambda: divide_loss(needed, witness)))
     program = verify(log.run("place_dropout", divided, lambda: place_dropout(divided, options.parts(mesh), witness)))
     cones = log.run("detect", program, lambda: detect(program))
-    chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, options.overrides))
+    given: Any = {"vocab_parallel": options.vocab_parallel, "held": held}
+    chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, options.overrides, **given))
     sharded = verify(log.run("propagate", program, lambda: propagate(program, chosen, "tp", mesh.tp)))
     _refuse_whole_draws(sharded)
     delayed = verify(log.run("delay", sharded, lambda: delay(sharded)))

@@ -123,7 +123,7 @@ def results(graph: fx.Graph, updates: Sequence[str]) -> tuple[list[fx.Node], dic
     return [node for node in returned if isinstance(node, fx.Node)], dict(zip(updates, renewed, strict=True))
 
 
-Kind = Literal["attention", "mlp", "linear", "column", "row"]
+Kind = Literal["attention", "mlp", "vocabulary", "linear", "column", "row"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Cone:
     Layouts hold open cuts: the ranges are chosen by plan, once for all values of a region. A node with several outputs has a tuple.
     """
 
-    seed: str  # the row-cut linear
+    seed: str  # the row-cut linear, or the look-up or loss that a cut of the vocabulary ends in
     kind: Kind
     wants: tuple[Layout, ...]  # what the seed needs of its operands
     layouts: Mapping[str, Layout | tuple[Layout, ...]]  # every value of the region that is cut, weights included
@@ -144,7 +144,7 @@ class Cone:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the model that is cut over an axis: column-cut linears, what follows them, row-cut linears."""
+    """A part of the model that is cut over an axis: column-cut linears, what follows them, row-cut linears or what else a cut ends in."""
 
     name: str
     kind: Kind

@@ -6,6 +6,7 @@ one range of the factor's indices per coordinate. Ranges may be uneven, and may 
     f32[b, s, 4@tp·16 | 2@tp·16 | 2@tp·16]      q, k, v stacked, whole heads on every rank
     f32[b, 14@tp{0:4, 4:8, 8:11, 11:14}, s, 64]  14 heads on 4 ranks
     f32[b, s@tp, 64]                             a sequence of any length in pieces that are as equal as can be
+    f32[b, 64] +tp, f32[b, 1] ^tp                a sum, and a maximum, of which every rank has a part
 
 Every structure here has one text form, and `parse` reads it back.
 """
@@ -113,10 +114,11 @@ Dim = tuple[Segment, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """One `Dim` per tensor dimension, and the axes over which the value is a partial sum."""
+    """One `Dim` per tensor dimension, and the axes over which the value is a partial sum, or a partial maximum."""
 
     dims: tuple[Dim, ...]
     partial: tuple[str, ...] = ()
+    highest: tuple[str, ...] = ()
 
     @property
     def is_cut(self) -> bool:
@@ -124,21 +126,21 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        return not self.is_cut and not self.partial
+        return not self.is_cut and not self.partial and not self.highest
 
     def __str__(self) -> str:
         dims = ", ".join(format_dim(dim) for dim in self.dims)
-        return f"[{dims}]" + "".join(f" +{axis}" for axis in self.partial)
+        return f"[{dims}]" + "".join(f" +{axis}" for axis in self.partial) + "".join(f" ^{axis}" for axis in self.highest)
 
     @classmethod
     def parse(cls, text: str, *, parts: int = 0) -> Layout:
         """The layout that `str` printed. `parts`, the number of coordinates, is needed where an even cut is left unspelled."""
-        match = re.fullmatch(r"\[(.*)\]((?: \+\w+)*)", text)
+        match = re.fullmatch(r"\[(.*)\]((?: \+\w+)*)((?: \^\w+)*)", text)
         if not match:
             raise TpcompileError(f"not a layout: {text!r}")
-        inside, partial = match[1], tuple(match[2].replace("+", "").split())
+        inside, partial, highest = match[1], tuple(match[2].replace("+", "").split()), tuple(match[3].replace("^", "").split())
         dims = re.split(r",\s*(?![^{]*})(?![^(]*\))", inside) if inside else []
-        return cls(tuple(_parse_dim(dim, parts) for dim in dims), partial)
+        return cls(tuple(_parse_dim(dim, parts) for dim in dims), partial, highest)
 
 
 def format_dim(dim: Dim) -> str:
@@ -271,15 +273,20 @@ def fits(made: Layout, declared: Layout) -> bool:
     pairs = list(zip(made.dims, declared.dims, strict=False))
     return (
         len(made.dims) == len(declared.dims)
-        and set(made.partial) == set(declared.partial)
+        and _waits_alike(made, declared)
         and all(same_dim(a, b) or (held_by_all(a) and held_by_all(b)) for a, b in pairs)
     )
+
+
+def _waits_alike(a: Layout, b: Layout) -> bool:
+    """Whether two values wait for the same sums and maxima."""
+    return set(a.partial) == set(b.partial) and set(a.highest) == set(b.highest)
 
 
 def same(a: Layout, b: Layout) -> bool:
     """Whether two layouts put the same elements on the same coordinates."""
     return a == b or (
-        len(a.dims) == len(b.dims) and set(a.partial) == set(b.partial) and all(same_dim(x, y) for x, y in zip(a.dims, b.dims, strict=True))
+        len(a.dims) == len(b.dims) and _waits_alike(a, b) and all(same_dim(x, y) for x, y in zip(a.dims, b.dims, strict=True))
     )
 
 
@@ -333,7 +340,7 @@ def concrete(layout: Layout, sizes: Mapping[sympy.Symbol, int]) -> Layout:
         return size if isinstance(size, int) else int(size.subs(dict(sizes)))  # type: ignore[arg-type]
 
     dims = tuple(tuple(tuple(Factor(known(f.size), f.cut) for f in segment) for segment in dim) for dim in layout.dims)
-    return Layout(dims, layout.partial)
+    return Layout(dims, layout.partial, layout.highest)
 
 
 def bounds(dim: Dim, parts: int) -> list[int]:

@@ -280,15 +280,26 @@ def convolution(op: Op, spatial: int) -> str:
     return f"b C! {places}, O! I! {window}{bias} -> b P! {places}"
 
 
-def cross_entropy(op: Op) -> str:
-    """Scores [n, classes, …] and labels [n, …]: without a reduction one loss for each label, which rows may share out."""
+def cross_entropy(op: Op, *, cut: bool = False) -> str:
+    """Scores [n, classes, …] and labels [n, …]: without a reduction one loss for each label, which rows may share out.
+
+    Where a cut of the classes ends here, weights of classes are whole.
+    """
     if op.rank(0) < 2 or op.rank(1) != op.rank(0) - 1:
         raise LayoutError("a cross-entropy of labels that are not one for each row of [rows, classes, …]")
     names = [letter for letter in letters(op, 0).split() if letter != "b"]
     apart = op.argument("reduction", 1) == 0
     places = names if apart else [f"{letter}!" for letter in names]
-    weight = ", b!" * (len(op.ins) - 2)
-    return f"{' '.join([places[0], 'b!', *places[1:]])}, {' '.join(places)}{weight} -> {' '.join(names) if apart else ''}"
+    weight = (", *" if cut else ", b!") * (len(op.ins) - 2)
+    scores = [places[0], "b" if cut else "b!", *places[1:]]
+    return f"{' '.join(scores)}, {' '.join(places)}{weight} -> {' '.join(names) if apart else ''}"
+
+
+def looked_up(op: Op) -> str:
+    """Rows of a table, of which each rank has some."""
+    if op.argument("scale_grad_by_freq") or op.argument("sparse"):
+        raise LayoutError("a look-up whose gradient is sparse or scaled by frequency")
+    return "v h, ... -> ... h"
 
 
 def created(op: Op) -> str:

@@ -10,8 +10,9 @@ A rule names each dimension of each tensor operand by a letter, as in `"... k, n
     z     a letter that no output has is contracted: cut, it leaves a partial sum
 
 An operand's dimension of size one where the letter is longer is broadcast, hence whole. A row whose value is a function computes its text
-from the operation's arguments. Views are no products of letters: `RESHAPES` go through `factors.reshape`; `SPLITS` and
-`JOINS` (concatenations) through `rule_parts`.
+from the operation's arguments. In `ENDS` stand operations that a cut can end in though they are no sums of what the pieces give: rewrite
+writes them out. Views are no products of letters: `RESHAPES` go through `factors.reshape`; `SPLITS` and `JOINS` (concatenations) through
+`rule_parts`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from tpcompile.rule_texts import (
     indexed,
     last,
     letters,
+    looked_up,
     moved,
     normed,
     padded,
@@ -208,6 +210,17 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+ENDS: Mapping[str, Rule] = {
+    "aten.cross_entropy_loss.default": lambda op: cross_entropy(op, cut=True),
+    "aten.embedding.default": lambda op: looked_up(op),
+}
+"""Operations that a cut can end in, though on pieces they are other operations: a look-up in a table whose rows are cut, a loss of cut
+scores. Here a `!` is missing: that letter is contracted, and small reductions make the value whole."""
+
+SUMMED = aten_names("embedding.default")
+"""Those in `ENDS` that are a sum of what each rank makes of its piece; it may wait for its reduction as any partial sum."""
+
+
 POINTWISE = aten_names(
     """
     __and__.Scalar __and__.Tensor __or__.Tensor _to_copy.default absolute.default alias.default arccos.default celu.default clone.default
@@ -259,9 +272,9 @@ def _tokens(text: str) -> tuple[Token, ...]:
     return tuple(Token(word.rstrip("!~"), "!" in word, "~" in word) for word in text.split())
 
 
-def rule_text(op: Op) -> str:
-    """The rule of an operation as text. Raises LayoutError with the reason when there is none."""
-    rule = RULES.get(op.name)
+def rule_text(op: Op, end: bool = False) -> str:
+    """The rule of an operation as text, or as a cut ends there. Raises LayoutError with the reason when there is none."""
+    rule = ENDS.get(op.name, RULES.get(op.name)) if end else RULES.get(op.name)
     if rule is None and is_pointwise(op):
         return ", ".join(["..."] * len(op.ins)) + " -> " + ", ".join(["..."] * len(op.outs))
     if rule is None and (way := kept(op.node.target)) is not None:
@@ -319,9 +332,9 @@ class Bound:
         return frozenset(token.letter for tokens in self.ins + self.outs for token in tokens if token.never)
 
 
-def bind_rule(op: Op) -> Bound:
+def bind_rule(op: Op, end: bool = False) -> Bound:
     """The rule of an operation, dimension by dimension."""
-    ins, outs = parse_rule(rule_text(op))
+    ins, outs = parse_rule(rule_text(op, end))
     ins = ins[: len(op.ins)]
     if len(ins) != len(op.ins):
         raise LayoutError(f"the rule of {op.name} has {len(ins)} operands, the call {len(op.ins)}")
@@ -434,11 +447,12 @@ def shared_dim(dim: Dim, size: Size) -> Dim:
     raise LayoutError("a number of heads that is not known")
 
 
-def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> list[Layout]:
+def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, end: bool = False) -> list[Layout]:
     """The outputs' layouts, given the operands'. The other direction of `backward`, and the law that `verify` holds programs to.
 
     Where no operand has a dimension at its full length, the `declared` outputs say how it is cut: what is expanded is the same
-    everywhere along it; and of repeated key/value heads any cut will do that needs just the heads which the operand has.
+    everywhere along it; and of repeated key/value heads any cut will do that needs just the heads which the operand has. A cut may `end`
+    in the operation.
     Raises LayoutError when the operands do not fit each other or when a partial sum meets an operation that is not linear in it.
     """
     if any(layout.partial for layout in ins) and not any(layout.is_cut for layout in ins):
@@ -449,7 +463,7 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = ()) -> l
         return split(op, ins[0])
     if op.name in JOINS:
         return [joined(op, ins)]
-    bound = bind_rule(op)
+    bound = bind_rule(op, end)
     dims: dict[str, Dim] = {}
     for tokens, layout, kind in zip(bound.ins, ins, op.ins, strict=True):
         for token, dim, size in zip(tokens, layout.dims, kind.shape, strict=True):

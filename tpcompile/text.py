@@ -37,12 +37,11 @@ def text(value: object) -> str:
         case Plan():
             return "\n".join([*map(region_text, value.regions), *(f"{left.name}: whole, {left.reason}" for left in value.whole)])
         case Cone():
-            ending = (
-                f"{value.kind}: columns {', '.join(value.columns)}"
-                if value.columns
-                else f"no region: {value.reason or 'no linear before it'}"
-            )
-            return f"%{value.seed} ends {ending}"
+            if value.columns:
+                return f"%{value.seed} ends {value.kind}: columns {', '.join(value.columns)}"
+            if value.kind == "vocabulary" and value.layouts:
+                return f"%{value.seed} ends {value.kind}: rows of {', '.join(value.layouts)}"
+            return f"%{value.seed} ends no region: {value.reason or 'no linear before it'}"
         case tuple() | list():
             return (
                 "\n\n".join(text(part) for part in value) if all(isinstance(part, Stage) for part in value) else "\n".join(map(text, value))

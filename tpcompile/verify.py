@@ -81,7 +81,7 @@ def _check_sharded(sharded: Sharded) -> None:
                 continue
             ins = sharded.rows.get(node.name, [want for _, want in wants])
             expected = list(declared) if isinstance(declared, tuple) else [declared]
-            made = forward(view_op(node, program.types), ins, expected)
+            made = forward(view_op(node, program.types), ins, expected, end=node.name in sharded.rows)
         except LayoutError as error:
             raise _broken(sharded, node, str(error)) from None
         if node.name in sharded.rows:
@@ -152,6 +152,7 @@ def _carrying(program: Program, graph: fx.Graph, origins: Mapping[str, str] = Ma
 
 TAKES = {
     "reduce": "a partial sum",
+    "reduce_max": "a partial maximum",
     "enter": "a whole value",
     "local_slice": "a whole value",
     "gather": "a cut value",
@@ -173,7 +174,9 @@ def _check_collective(local: Local, node: fx.Node) -> None:
 
 
 def _state(layout: Layout) -> str:
-    return "a partial sum" if layout.partial else "a cut value" if layout.is_cut else "a whole value"
+    if layout.partial or layout.highest:
+        return "a partial sum" if layout.partial else "a partial maximum"
+    return "a cut value" if layout.is_cut else "a whole value"
 
 
 def entered_values(graph: fx.Graph, layouts: Mapping[str, object], flowing: Collection[fx.Node]) -> frozenset[fx.Node]:
@@ -194,6 +197,8 @@ def _check_use(local: Local, node: fx.Node, operand: fx.Node, flows: bool, enter
     if not isinstance(have, Layout):
         return
     inside = name == "tpcompile.local_slice.default" or (name not in CONVERSIONS and _on_pieces(local.layouts.get(node.name)))
+    if have.highest and name != "tpcompile.reduce_max.default":
+        raise VerifyError(f"{node.name} reads {operand.name}, a partial maximum that is not reduced")
     if have.partial and name not in ("tpcompile.reduce.default", "tpcompile.seq_scatter.default"):
         _check_waiting(local, node, operand)
     inside |= node in entered and name not in CONVERSIONS
@@ -224,7 +229,8 @@ def _tensors(value: Any) -> list[fx.Node]:
 
 
 CONVERSIONS = tuple(
-    f"tpcompile.{name}.default" for name in ("enter", "gather", "reduce", "seq_gather", "seq_scatter", "seq_slice", "seq_whole", "shared")
+    f"tpcompile.{name}.default"
+    for name in ("enter", "gather", "reduce", "reduce_max", "seq_gather", "seq_scatter", "seq_slice", "seq_whole", "shared")
 )
 
 

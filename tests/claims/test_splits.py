@@ -77,7 +77,7 @@ def ids() -> dict[str, Tensor]:
 
 def test_mlp_one_all_reduce() -> None:
     """Column then row needs one all-reduce; column then column two all-gathers. The first is chosen, and both are printed."""
-    compiled = tpcompile.compile(MLP(F.gelu), "tp=2", ids())
+    compiled = tpcompile.compile(MLP(F.gelu), "tp=2", ids(), vocab_parallel=False)
     graph = compiled.program().graph
     assert counting.forward(graph) == {"all_reduce": 1} == counting.backward(graph)
     lines = [line.split() for line in compiled.explain().splitlines()]
@@ -114,7 +114,7 @@ def test_activation_local(name: str, gated: bool) -> None:
     """An element-wise activation works on each rank's columns: nothing more is sent, and nothing changes."""
     torch.manual_seed(0)
     model = MLP(ACTIVATIONS[name], gated)
-    graph = tpcompile.compile(model, "tp=2", ids()).program().graph
+    graph = tpcompile.compile(model, "tp=2", ids(), vocab_parallel=False).program().graph
     assert counting.forward(graph) == {"all_reduce": 1} == counting.backward(graph)
     assert tpcompile.check(model.double(), "tp=2", ids()).ok
 
@@ -122,7 +122,7 @@ def test_activation_local(name: str, gated: bool) -> None:
 def test_heads_64_on_4() -> None:
     """Heads are independent: each of 4 ranks computes 16 of 64 whole heads, and one all-reduce adds their projections."""
     model = GPT(Config(layers=1, heads=64, hidden=128, inner=64))
-    compiled = tpcompile.compile(model, "tp=4", ids(), overrides={"blocks.0.mlp": "whole"})
+    compiled = tpcompile.compile(model, "tp=4", ids(), overrides={"blocks.0.mlp": "whole"}, vocab_parallel=False)
     graph = compiled.program().graph
     assert counting.forward(graph) == {"all_reduce": 1} == counting.backward(graph)
     (attention,) = [node.name for node in graph.nodes if "scaled_dot_product_attention" in str(node.target)]

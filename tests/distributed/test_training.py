@@ -28,9 +28,12 @@ def pipelined(mesh: str) -> list[tuple[Any, Case]]:
 LAUNCHES: dict[str, list[tuple[Any, Case]]] = {
     "tp=2": [
         (workers.train, Case(workers.gpt2, "tp=2", loss=workers.double_loss)),
-        (workers.train, Case(workers.llama, "tp=2", exact=False)),
+        (workers.train, Case(workers.llama, "tp=2", exact=False, loss=workers.double_loss)),
         (workers.train, Case(workers.turning, "tp=2")),
         (workers.called, Case(workers.gpt2, "tp=2", exact=False)),
+        (workers.with_and_without_labels, Case(workers.gpt2, "tp=2", exact=False)),
+        (workers.with_and_without_labels, Case(workers.llama, "tp=2", exact=False)),
+        (workers.with_and_without_labels, Case(workers.bert, "tp=2")),
         (workers.collectives, Case(workers.llama, "tp=2", overrides=(("lm_head", "column"),))),
         (workers.dropout, Case(partial(workers.gpt2, 0.1), "tp=2")),
         (workers.train, Case(partial(workers.gpt2, 0.1), "tp=2", loss=workers.double_loss, dropout="exact")),
@@ -109,6 +112,14 @@ def test_an_ordinary_module(mesh: str, job: int) -> None:
     for found in results(mesh)[job]:
         assert found.kind == "CausalLMOutputWithCrossAttentions"
         assert found.loss_error <= max(1e-7, 2 * found.spacing) and found.logits_error <= 1e-10 and found.gradients.error <= 1e-6, found
+
+
+@pytest.mark.parametrize(("mesh", "job"), jobs(workers.with_and_without_labels))
+def test_a_capture_without_labels_keeps_the_pieces(mesh: str, job: int) -> None:
+    """The head that was cut with its loss stays cut without one; and one that was whole stays whole with a loss."""
+    for found in results(mesh)[job]:
+        assert found.logits <= 1e-10 and found.gradient <= 1e-6, found
+        assert found.cut < found.whole, "the first capture had labels, and cut the vocabulary"
 
 
 @pytest.mark.parametrize(("mesh", "job"), jobs(workers.collectives))

@@ -41,12 +41,12 @@ def test_key_value_heads_that_ranks_share_unevenly(name: str, mesh: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("gpt", "dp=2,pp=2,tp=2"), ("gpt2", "tp=3"), ("llama", "pp=2,tp=2"), ("bert", "dp=2,pp=2,tp=2")]
+    ("name", "mesh"), [("gpt", "dp=2,pp=2,tp=2"), ("gpt2 exact", "tp=3"), ("llama exact", "pp=2,tp=2"), ("bert", "dp=2,pp=2,tp=2")]
 )
 def test_three_steps_of_adamw_in_float64(name: str, mesh: str) -> None:
     model, batch, _ = made(name)
     report = agrees(compare(model, compiled(name, mesh), batch, optimizer=torch.optim.AdamW, settings={"lr": 1e-3}, steps=3))
-    assert report.parameter_tolerance == pytest.approx(1e-9)
+    assert max(report.parameter_errors.values()) < 1e-9
     assert report.skipped < 0.5 * sum(parameter.numel() for parameter in model.parameters())
 
 

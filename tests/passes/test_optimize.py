@@ -26,14 +26,14 @@ def test_golden(golden: Callable[..., None]) -> None:
 
 def test_attention_and_mlp_side_by_side_need_one_all_reduce() -> None:
     program, _ = tiny(block=Parallel, layers=2)
-    before = local(program, 2)
+    before = local(program, 2, vocab_parallel=False)
     after = verify(optimize(before))
     assert (reduces(before.graph), reduces(after.graph)) == (4, 2)
 
 
 def test_regions_one_after_the_other_keep_theirs() -> None:
     program, _ = tiny(layers=2)
-    before = local(program, 2)
+    before = local(program, 2, vocab_parallel=False)
     assert reduces(verify(optimize(before)).graph) == reduces(before.graph) == 4
 
 

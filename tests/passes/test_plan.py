@@ -91,7 +91,7 @@ def test_golden(golden: Callable[..., None]) -> None:
 def test_one_rank_cuts_nothing() -> None:
     program, _ = tiny()
     found = planned(program, 1)
-    assert found.regions == () and set(reasons(found).values()) == {"there is one rank on tp", "a look-up table"}
+    assert found.regions == () and set(reasons(found).values()) == {"there is one rank on tp"}
 
 
 FIFTY_TWO = "{0:7, 7:14, 14:21, 21:28, 28:34, 34:40, 40:46, 46:52}"
@@ -209,19 +209,19 @@ def overridden(parts: int = 2, **wishes: str) -> tuple[set[str], dict[str, str]]
 
 def test_regions_are_named_by_module() -> None:
     names, _ = overridden()
-    assert names == {"layers.0", "layers.0.mlp"}
+    assert names == {"layers.0", "layers.0.mlp", "vocabulary"}
 
 
 def test_whole_by_override() -> None:
     names, left = overridden(layers__0__mlp="whole")
-    assert names == {"layers.0"}
+    assert names == {"layers.0", "vocabulary"}
     assert left["layers.0.down"] == 'overrides say "whole"'
 
 
 def test_globs_match() -> None:
     program = captured(Tiny(layers=2), batch())
     found = plan(program, detect(program), "tp", 2, {"layers.*": "whole"})
-    assert found.regions == ()
+    assert [one.name for one in found.regions] == ["vocabulary"]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_globs_match() -> None:
 )  # fmt: skip
 def test_a_lone_linear_by_override(wish: str, kind: str, layout: str) -> None:
     program = captured(Tiny(), batch())
-    found = plan(program, detect(program), "tp", 2, {"head": wish})
+    found = plan(program, detect(program), "tp", 2, {"head": wish}, vocab_parallel=False)
     (head,) = (one for one in found.regions if one.name == "head")
     assert head.kind == kind and list(head.weights.values()) == [layout]
 
@@ -244,7 +244,7 @@ def test_a_name_that_no_region_has() -> None:
     assert message(error) == [
         "overrides name no region: 'layer.0'",
         "  at   compile(overrides=…)",
-        "  fix  the regions are layers.0, layers.0.mlp",
+        "  fix  the regions are layers.0, layers.0.mlp, vocabulary",
     ]
 
 

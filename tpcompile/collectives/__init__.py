@@ -5,6 +5,7 @@ Every operator names its group by a string: the name of a torch process group, s
     name          forward                       backward                        stands where
     enter         identity                      all-reduce                      a whole value goes into cut uses
     reduce        all-reduce                    identity                        a partial sum becomes whole
+    reduce_max    all-reduce of the largest     none                            a partial maximum becomes whole
     gather        all-gather                    own pieces                      a cut value becomes whole
     local_slice   own pieces                    zeros around the own pieces     after `enter`, a whole value becomes cut
     shared        identity                      all-reduce of what overlaps     a parameter of which coordinates share pieces
@@ -15,6 +16,9 @@ Every operator names its group by a string: the name of a torch process group, s
     seq_whole     all-gather                    own positions                   a value cut along its positions becomes whole
     seq_linear    all-gather                    all-gather, reduce-scatter      linears over a gathered value that is not kept
     seq_slice     own positions                 all-gather                      a whole value becomes cut along its positions
+    exp_sum       own part of Σ exp(x - max)    of the own part                 a loss of cut scores
+    look_up       own rows, zeros for others'   of the own rows                 a table whose rows are cut
+    own_entries   own entries, zeros for others'  of the own entries            a loss of cut scores
 
 What each hands to the process group, and how many bytes, is a row of `COLLECTIVES` (`tpcompile.collectives.table`).
 
@@ -52,22 +56,23 @@ from tpcompile.collectives.positions import define as define_positions
 from tpcompile.collectives.positions import piece
 from tpcompile.collectives.regather import define as define_regather
 from tpcompile.collectives.table import COLLECTIVES, RING, Collective, Message
+from tpcompile.collectives.vocabulary import exp_sum, look_up, own_entries
 from tpcompile.errors import Refused
 
-__all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "finalize", "gather"]
-__all__ += ["held_by", "holders", "length", "local_slice", "mix", "ops", "overlap", "pick", "piece", "place", "reduce", "shared", "spread"]
-__all__ += ["take", "unbound"]
+__all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "exp_sum", "finalize"]
+__all__ += ["gather", "held_by", "holders", "length", "local_slice", "look_up", "mix", "ops", "overlap", "own_entries", "pick", "piece"]
+__all__ += ["place", "reduce", "reduce_max", "shared", "spread", "take", "unbound"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter
 
 
-def _all_reduce(x: Tensor, axis: str) -> Tensor:
-    """The sum over an axis, as a new tensor."""
+def _all_reduce(x: Tensor, axis: str, how: str = "sum") -> Tensor:
+    """The sum over an axis, or the largest, as a new tensor."""
     if place(axis)[1] == 1 or x.numel() == 0:
         return x.clone(memory_format=torch.contiguous_format)
     functional = torch.ops._c10d_functional
-    return functional.wait_tensor.default(functional.all_reduce.default(x, "sum", group_of(axis)))  # type: ignore[no-any-return]
+    return functional.wait_tensor.default(functional.all_reduce.default(x, how, group_of(axis)))  # type: ignore[no-any-return]
 
 
 def _first_order(backward: Callable[[Any, Tensor], tuple[Any, ...]]) -> Callable[[Any, Tensor], tuple[Any, ...]]:
@@ -93,6 +98,17 @@ def _(x: Tensor, axis: str) -> Tensor:
 
 
 _reduce.register_autograd(_first_order(lambda ctx, grad: (grad, None)))
+
+
+@torch.library.custom_op("tpcompile::reduce_max", mutates_args=())
+def _reduce_max(x: Tensor, axis: str) -> Tensor:
+    check_bound(axis)
+    return _all_reduce(x, axis, "max")
+
+
+@_reduce_max.register_fake
+def _(x: Tensor, axis: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 _library: Any = torch.library.Library("tpcompile", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -237,6 +253,7 @@ enter = ops.enter.default
 gather = ops.gather.default
 local_slice = ops.local_slice.default
 reduce = ops.reduce.default
+reduce_max = ops.reduce_max.default
 seq_gather = ops.seq_gather.default
 seq_linear = ops.seq_linear.default
 seq_scatter = ops.seq_scatter.default

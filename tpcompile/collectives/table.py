@@ -95,8 +95,11 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         "dropout": Collective(),
         "dropout_at": Collective(),
         "enter": Collective(backward=(Message("all_reduce", everything),)),
+        "exp_sum": Collective(),
         "gather": Collective(forward=(Message("all_gather", longest),)),
         "local_slice": Collective(),
+        "look_up": Collective(),
+        "own_entries": Collective(),
         "reduce": Collective(forward=(Message("all_reduce", everything),)),
         "seq_gather": Collective((Message("all_gather", positions),), (Message("reduce_scatter", padded),)),
         "seq_linear": Collective(
@@ -105,6 +108,7 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         "seq_scatter": Collective((Message("reduce_scatter", padded),), (Message("all_gather", positions),)),
         "seq_slice": Collective(backward=(Message("all_gather", positions),)),
         "seq_whole": Collective(forward=(Message("all_gather", positions),)),
+        "reduce_max": Collective(forward=(Message("all_reduce", everything),), differentiable=False),
         "shared": Collective(backward=(Message("all_reduce", common),)),
     }
 )

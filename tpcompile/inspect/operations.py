@@ -25,7 +25,9 @@ def operations() -> str:
         f"{len(rules.RULES)} rules, {len(rules.POINTWISE)} element-wise operations beside those that torch tags so, {views} views.",
         "Written by `tpcompile inspect --rules`. An operation that is not here stays whole, and the plan says so.",
         inspect.cleandoc(_letters()),
-        "\n".join(_table()),
+        "\n".join(_table("RULES")),
+        "## Ends\n\nOperations that a cut can end in: a letter without its `!` may be cut there.",
+        "\n".join(_table("ENDS")),
         _names(
             "Element-wise",
             "dimension by dimension, aligned from the right; also every operation that torch tags `pointwise`",
@@ -47,8 +49,8 @@ def _letters() -> str:
     return "## Rules\n\n" + text.partition("\n\n")[2]
 
 
-def _table() -> Iterator[str]:
-    rows = [("operation", "rule", "meaning"), *((f"`{name}`", f"`{rule}`", meaning) for name, rule, meaning in entries())]
+def _table(table: str) -> Iterator[str]:
+    rows = [("operation", "rule", "meaning"), *((f"`{name}`", f"`{rule}`", meaning) for name, rule, meaning in entries(table))]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for place, row in enumerate(rows):
         yield "| " + " | ".join(cell.replace("|", "\\|").ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + " |"
@@ -56,12 +58,12 @@ def _table() -> Iterator[str]:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
 
 
-def entries() -> Iterator[tuple[str, str, str]]:
-    """Each row of the table: the operation, its rule as it stands there, and what the function says that computes it."""
+def entries(table: str) -> Iterator[tuple[str, str, str]]:
+    """Each row of a table: the operation, its rule as it stands there, and what the function says that computes it."""
     module = ast.parse(inspect.getsource(rules)).body
-    table = next(node.value for node in module if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "RULES")
-    assert isinstance(table, ast.Dict)
-    for key, value in zip(table.keys, table.values, strict=True):
+    found = next(node.value for node in module if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == table)
+    assert isinstance(found, ast.Dict)
+    for key, value in zip(found.keys, found.values, strict=True):
         assert isinstance(key, ast.Constant)
         match value:
             case ast.Constant(value=str(text)):

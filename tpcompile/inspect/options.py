@@ -32,7 +32,7 @@ class Option:
 
 def options(compilation: Compilation, region: Region) -> tuple[Option, ...]:
     """The ways to cut a region that has linears of both kinds, the chosen one first; nothing for others."""
-    if not region.rows or not region.columns:
+    if not region.rows or not region.columns or region.kind == "vocabulary":
         return ()
     program, ranks = compilation.program, compilation.mesh.tp
     hidden, output = sum(_inputs(program, region)), sum(_bytes(program, row) for row in region.rows)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpcompile.driver import Compilation, Options, check_dropout, lower, refuse_division
+from tpcompile.driver import Compilation, Options, check_dropout, check_outputs, lower, refuse_division
 from tpcompile.errors import InputError, Refused, TpcompileError, caller
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import matches
@@ -37,6 +37,8 @@ def compile(
     sequence_parallel: bool | Literal["regather"] = True,
     overrides: Mapping[str, str] | None = None,
     dropout: str = "local",
+    vocab_parallel: bool = True,
+    outputs: Literal["all", "loss"] = "all",
 ) -> Compiled:
     """Compile a model for a mesh of data × pipeline × tensor parallel ranks.
 
@@ -56,9 +58,13 @@ def compile(
     all-reduces become reduce-scatters and all-gathers: as many bytes, and less memory by the number of tensor ranks. With "regather",
     linear layers do not keep what they gathered, and gather it again in backward.
 
+    With `vocab_parallel`, tables of embeddings are cut by rows and heads by columns, and their loss is computed on cut scores. With
+    `outputs="loss"` nothing but the loss is returned, and such scores are never gathered.
+
     No process group is needed: only running needs one. Raises InputError, CaptureError or Refused, with what to do about it.
     """
     placed = Mesh.of(mesh)
+    check_outputs(outputs)
     count = (placed.pp if placed.pp > 1 else 1) if microbatches is None else microbatches
     check_schedule(schedule, count, placed.pp)
     if data_parallel != "ddp":
@@ -73,6 +79,8 @@ def compile(
         sequence_parallel=sequence_parallel,
         overrides=dict(overrides or {}),
         dropout=check_dropout(dropout),
+        vocab_parallel=vocab_parallel,
+        outputs=outputs,
     )
     compiled = Compiled(model, placed, options, mesh if isinstance(mesh, DeviceMesh) else None)
     if example_inputs is None:
@@ -274,7 +282,8 @@ class Compiled:
         """Lower the model for a batch of these shapes. The batch of a `call` must divide; example inputs may also be a part of one."""
         if division is not None and (rows := batches.guess_rows(batch)) is not None:
             batches.check_rows(rows, division, call)
-        compilation = lower(self.model, self.mesh, batches.example(batch, division or self._division), self.options)
+        held = self._compilations[0].held() if self._compilations else None
+        compilation = lower(self.model, self.mesh, batches.example(batch, division or self._division), self.options, held)
         refuse_division(compilation.program, self.mesh, self.options.microbatches, "compile")
         self._compilations.append(compilation)
 

@@ -19,9 +19,9 @@ from tpcompile.simulate.replay import Replay, flatten, rows
 from tpcompile.simulate.report import Divergence
 from tpcompile.verify import entered_values
 
+SEQUENCE = ("seq_gather", "seq_scatter", "seq_slice", "seq_whole")
 CONVERSIONS = tuple(
-    f"tpcompile.{name}.default"
-    for name in ("enter", "gather", "local_slice", "pick", "reduce", "seq_gather", "seq_scatter", "seq_slice", "seq_whole", "shared")
+    f"tpcompile.{name}.default" for name in ("enter", "gather", "local_slice", "pick", "reduce", "reduce_max", *SEQUENCE, "shared")
 )
 """Their own gradients belong to no value of the global program."""
 

@@ -100,6 +100,10 @@ def _reduce(line: Line, values: Values) -> Sequence[Tensor]:
     return _joint(line.sums("forward"), copies, values)
 
 
+def _reduce_max(line: Line, values: Values) -> Sequence[Tensor]:
+    return line.highest("forward")(*(value.detach() for value in values))
+
+
 def _gather(line: Line, values: Values, dim: int, bounds: Sequence[int]) -> Sequence[Tensor]:
     parts = len(values)
 
@@ -172,5 +176,6 @@ JOINT: Mapping[str, Callable[..., Sequence[Tensor]]] = {
     "tpcompile.seq_scatter.default": _seq_scatter,
     "tpcompile.seq_slice.default": _seq_slice,
     "tpcompile.seq_whole.default": _seq_whole,
+    "tpcompile.reduce_max.default": _reduce_max,
     "tpcompile.shared.default": _shared,
 }

@@ -87,6 +87,16 @@ class Line:
 
         return work
 
+    def highest(self, direction: str) -> Work:
+        """Every rank gets the largest of each element."""
+
+        def work(*values: Tensor) -> list[Tensor]:
+            self.note(direction, "all_reduce", values[self.wire.rank])
+            highest = torch.stack(values).amax(0)
+            return [highest.clone() for _ in values]
+
+        return work
+
     def sums_of_common(self, direction: str, dim: int, bounds: Sequence[int]) -> Work:
         """Every rank gets the sum of what several hold, in its own piece."""
 
