@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from tpcompile.ir import Local
-from tpcompile.layout import Layout, TensorType, product
+from tpcompile.layout import Layout, Size, TensorType, product, size_of
 from tpcompile.rules import op_name
 
 ENTER = "tpcompile.enter.default"
@@ -72,19 +72,20 @@ class Hoister:
 
     def large(self, values: Iterable[fx.Node], enter: fx.Node) -> int:
         """Elements of the values whose sizes are not all known: what grows with the batch."""
-        return sum(self.size(value, {enter}) for value in values if not isinstance(product(self.kind(value).shape), int))
+        return sum(self.size(value, {enter}) for value in values if not isinstance(self.elements(value), int))
 
     def size(self, value: fx.Node, own: Collection[fx.Node]) -> int:
         """Elements that an all-reduce of this value's gradient would move: none if it enters already, by another `enter` than these."""
         if value.op != "placeholder" and any(op_name(user) == ENTER and user not in own for user in value.users):
             return 0
-        count = product(self.kind(value).shape)
+        count = self.elements(value)
         return count if isinstance(count, int) else int(sympy.sympify(count).subs(dict.fromkeys(count.free_symbols, USUAL)))
 
-    def kind(self, value: fx.Node) -> TensorType:
-        kind = self.local.program.types[self.origins.get(value.name, value.name)]
-        assert isinstance(kind, TensorType)
-        return kind
+    def elements(self, value: fx.Node) -> Size:
+        """How many a value has; it is whole."""
+        layout = self.layouts[value.name]
+        assert isinstance(layout, Layout)
+        return product(size_of(dim) for dim in layout.dims)
 
     def groups(self, moves: Iterable[Move]) -> list[list[Move]]:
         """Moves that share what they read; those that lead nowhere are left out."""

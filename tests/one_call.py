@@ -164,8 +164,8 @@ class Call:
         layouts[self.node.name] = tuple(outs) if items else outs[0]
         layouts |= {item.name: outs[item.args[1]] for item in items}
         rows = {self.node.name: tuple(wants)} if row else {}
-        bare = Sharded(self.program, Plan((), ()), "tp", RANKS, layouts, rows, frozenset())
-        return Sharded(self.program, Plan((), ()), "tp", RANKS, layouts, rows, entering(bare, differentiable(self.program)))
+        entered = entering(self.program, layouts, rows, differentiable(self.program))
+        return Sharded(self.program, Plan((), ()), "tp", RANKS, layouts, rows, entered)
 
     def agrees(self, sharded: Sharded) -> None:
         """Run all ranks in lockstep: every output, every piece of an output, and every gradient is the whole call's, or a piece of it."""
