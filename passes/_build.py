@@ -21,6 +21,7 @@ from tpcompile.passes._dropout import drops
 from tpcompile.passes._export import Exported
 from tpcompile.passes._functional import functionalize
 from tpcompile.passes._functions import prove_rules, refuse_shared_memory
+from tpcompile.passes._given import spell_copies
 from tpcompile.passes._gradients import connected, drop_copies, stop_gradients
 from tpcompile.passes._guards import guards_of
 from tpcompile.passes._inline import Flattener
@@ -173,6 +174,7 @@ class Builder:
             node: f"{h.kind} {h.name.removeprefix(f'{ROOT}.')}" for node, h in self.holders.items() if h.kind in ("parameter", "constant")
         }
         spell_statistics(self.work)
+        spell_copies(self.work)
         refuse_shared_memory(self.work)
         written = functionalize(self.work, fixed, connected(self.work, state))
         updates = Updates(self.model, self.work, {node: self.holders[node].name for node in self._of("buffer")}, self.exported.found)

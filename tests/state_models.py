@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROWS, SIDE, WIDTH, CLASSES = 4, 6, 6, 5
+ROWS, SIDE, WIDTH, CLASSES, LENGTH = 4, 6, 6, 5, 5
 
 
 class ConvBlock(nn.Module):
@@ -117,10 +117,44 @@ class Averages(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
+class Positions(nn.Module):
+    """Running means over a stream whose positions can be cut: of its features, of each position, and of what is inside an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(_mlp() for _ in range(6))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("features", torch.zeros(WIDTH))
+        self.register_buffer("places", torch.zeros(LENGTH, WIDTH))
+        self.register_buffer("inner", torch.zeros(9))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            y = F.gelu(block["up"](block["norm"](x)))
+            x = x + block["down"](y)
+            if index == 2:
+                with torch.no_grad():
+                    self.features.lerp_(x.mean((0, 1)), 0.1)
+                    self.places.lerp_(x.mean(0), 0.1)
+                    self.inner.lerp_(y.mean((0, 1)), 0.1)
+                x = x + self.features + self.places
+        return F.cross_entropy(self.head(x).mT, labels)
+
+
+def _mlp() -> nn.ModuleDict:
+    return nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "up": nn.Linear(WIDTH, 9), "down": nn.Linear(9, WIDTH)})
+
+
 def made(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model in float64, and a batch."""
-    model = {"statistics": Statistics, "counting": Counting, "averages": Averages}[name]().double()
+    model = {"statistics": Statistics, "counting": Counting, "averages": Averages, "positions": Positions}[name]().double()
     generator = torch.Generator().manual_seed(seed)
+    if name == "positions":
+        x, labels = torch.randint(CLASSES, (2, ROWS, LENGTH), generator=generator)
+        return model, {"x": x, "labels": labels}
     labels = torch.randint(CLASSES, (ROWS,), generator=generator)
     if name == "statistics":
         return model, {"images": torch.randn(ROWS, 3, SIDE, SIDE, generator=generator, dtype=torch.float64), "labels": labels}

@@ -12,6 +12,7 @@ from torch import fx
 
 from tpcompile.driver import Options, lower
 from tpcompile.errors import Refused
+from tpcompile.ir import results
 from tpcompile.mesh import Mesh
 from tpcompile.simulate import Report, check, compare
 
@@ -22,7 +23,7 @@ STATISTICS = {
 }
 COUNTS = {"steps", *(f"blocks.{i}.{name}" for i in (0, 1) for name in ("count", "decay"))}
 AVERAGES = {f"blocks.{i}.{name}" for i in (0, 1) for name in ("mean", "seen", "largest")}
-UPDATED = {"statistics": STATISTICS, "counting": COUNTS, "averages": AVERAGES}
+UPDATED = {"statistics": STATISTICS, "counting": COUNTS, "averages": AVERAGES, "positions": {"features", "places", "inner"}}
 
 
 def agrees(report: Report, name: str) -> Report:
@@ -71,6 +72,16 @@ def test_channels_of_a_batch_norm_are_cut() -> None:
     cut = {name for name in weights if name.startswith("blocks.0.")}
     assert cut == {f"blocks.0.{name}" for name in ("widen.weight", "inner_norm.weight", "inner_norm.bias", "narrow.weight")}
     agrees(compare(model, compilation, batch, settings={"lr": 0.1}, steps=2), "statistics")
+
+
+def test_means_of_positions_that_are_cut() -> None:
+    """A mean of each position is taken where the position is; a mean over positions of all of them."""
+    model, batch = made("positions")
+    compilation = lower(model, Mesh.of("tp=2"), batch, Options())
+    new = results(compilation.local.graph, compilation.program.updates)[1]
+    layouts = {name: compilation.local.layouts[value.all_input_nodes[0].all_input_nodes[0].name] for name, value in new.items()}
+    assert str(layouts["places"]) == "[5@tp{0:3, 3:5}, 6]" and str(layouts["features"]) == "[6]"
+    agrees(compare(model, compilation, batch, settings={"lr": 0.1}, steps=2), "positions")
 
 
 def test_in_float32() -> None:

@@ -111,6 +111,13 @@ class Shared(Model):
         return self.a(x)
 
 
+class Resized(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_empty(0)
+        torch.mul(x, 2, out=y)  # here
+        return self.a(y)
+
+
 class NativeNorm(Model):
     def forward(self, x: Tensor) -> Tensor:
         y, *_ = torch.native_batch_norm(self.a(x), None, None, self.norm.running_mean, self.norm.running_var, True, 0.1, 1e-5)  # here
@@ -211,6 +218,7 @@ REASONS: list[tuple[type[Model], str, str]] = [
         "forward reads plain and puts another tensor in its place, and it is a plain attribute, no buffer",
         "register it with register_buffer, so that it is a part of the model's state",
     ),
+    (Resized, "mul changes the size of a tensor that it is given", "write it without out="),
     (
         NativeNorm,
         "the model updates its running statistics in forward, by aten::native_batch_norm",

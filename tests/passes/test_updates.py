@@ -94,6 +94,13 @@ def replaced_by_the_input(m: Any, x: Tensor) -> Tensor:
     return m.a(x)  # type: ignore[no-any-return]
 
 
+def given(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.mv(m.a.weight, F.normalize(m.mean, dim=0), out=m.mean)
+        F.normalize(m.mean, dim=0, out=m.mean)
+    return m.a(x) / (m.mean.clone() @ m.a.weight).norm()  # type: ignore[no-any-return]
+
+
 def normed_1d(m: Any, x: Tensor) -> Tensor:
     return m.one(m.a(x).mT).mT  # type: ignore[no-any-return]
 
@@ -122,6 +129,7 @@ BODIES = {
     in_part: {"table"},
     rolled: {"table"},
     replaced_by_the_input: {"mean"},
+    given: {"mean"},
     normed_1d: {"one.running_mean", "one.running_var", "one.num_batches_tracked"},
     normed_2d: {"two.running_mean", "two.running_var", "two.num_batches_tracked"},
     normed_twice: {"one.running_mean", "one.running_var", "one.num_batches_tracked"},
@@ -169,6 +177,20 @@ def test_captured_as_it_is_in_eager(body: Callable[[Any, Tensor], Tensor]) -> No
         for name, parameter in eager.named_parameters():
             if parameter.grad is not None:
                 torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norms(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """Their power iteration writes to buffers, by out=."""
+    torch.manual_seed(0)
+    model = norm(nn.Linear(6, 8)).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    program = capture(model, {"input": x})
+    assert len(program.updates) == 2
+    (output,), new = values(program, model, {"input": x})
+    torch.testing.assert_close(output, model(x))
+    for name, value in new.items():
+        torch.testing.assert_close(value, model.get_buffer(name))
 
 
 def test_in_eval_mode_nothing_is_updated() -> None:
