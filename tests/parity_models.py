@@ -141,6 +141,13 @@ def neox() -> tuple[nn.Module, Batch, Loss | None]:
     return GPTNeoXForCausalLM(config), causal_batch(), None
 
 
+def gptj() -> tuple[nn.Module, Batch, Loss | None]:
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    config = GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_inner=46, n_layer=2, n_head=4, rotary_dim=4, n_positions=16, use_cache=False)
+    return GPTJForCausalLM(config), causal_batch(), None
+
+
 def bert() -> tuple[nn.Module, Batch, Loss | None]:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -164,6 +171,7 @@ FACTORIES: Mapping[str, Callable[[], tuple[nn.Module, Batch, Loss | None]]] = {
     "llama exact": llama_exact,
     "neox": neox,
     "bert": bert,
+    "gptj": gptj,
     "llama14on2": lambda: llama(14, 2),
     "llama24on3": lambda: llama(24, 3),
     "llama6on3": lambda: llama(6, 3),
