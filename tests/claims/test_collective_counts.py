@@ -18,8 +18,10 @@ b, s = symbol("b"), symbol("s")
 
 
 def counts(compilation: Compilation, hidden: int, ranks: int) -> Counter[tuple[str, str, str]]:
-    """The tensor ranks' calls in one micro-batch: (direction, call, what) where `what` is "stream" for a value as large as the residual stream,
-    "rows" for one number per label, "weights" for what does not grow with the batch.
+    """The tensor ranks' calls in one micro-batch: (direction, call, what).
+
+    `what` is "stream" for a value as large as the residual stream, "rows" for one number per label, "weights" for what does not grow
+    with the batch.
     """
     found = Counter[tuple[str, str, str]]()
     for stage in compilation.step.messages:
