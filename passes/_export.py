@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import predispatch
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from tpcompile.errors import CaptureError, TpcompileError
-from tpcompile.passes._call import Call, Found, Record
+from tpcompile.passes._call import Call, Found
 from tpcompile.passes._functions import keep
-from tpcompile.passes._reasons import raised_at, reason_of, user_line
+from tpcompile.passes._reasons import raised_at, reason_of, user_code, user_line
 
 RECOMPUTES = "the model's own activation checkpointing is left out"
 
@@ -63,7 +63,7 @@ def _attempt(call: Call, tensors: Sequence[Tensor], dims: Sequence[frozenset[int
     record = call.record
     record.refused, record.notes = None, {}
     try:
-        with torch.inference_mode(False), torch.enable_grad(), _watching(record), _quiet():
+        with torch.inference_mode(False), torch.enable_grad(), _watching(call), _quiet():
             program = torch.export.export(call, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
     except Exception as error:
         if record.refused is not None:
@@ -109,20 +109,20 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _watching(record: Record) -> Iterator[None]:
+def _watching(call: Call) -> Iterator[None]:
     """Keep every autograd.Function, of which export would drop the backward, and notice activation checkpointing.
 
     What vmap does to put its dimension in place is its own business too: export would take the result for a constant.
     """
     apply, generator = torch.autograd.Function.__dict__["apply"], checkpoint._checkpoint_without_reentrant_generator
-    below: Any = predispatch
+    record, below = call.record, cast(Any, predispatch)
     unbatch = below._remove_batch_dim_impl
 
     def watched(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
-            record.notes[RECOMPUTES] = None
             function, _, *operands = args
-            return function(*operands)
+            with _run_again(call):
+                return function(*operands)
         if not cls.__module__.startswith("torch.") and _needs_backward((args, kwargs)):
             try:
                 return keep(cls, args, kwargs)
@@ -132,8 +132,8 @@ def _watching(record: Record) -> Iterator[None]:
         return apply.__get__(None, cls)(*args, **kwargs)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        record.notes[RECOMPUTES] = None
-        return generator(*args, **kwargs)
+        with _run_again(call):
+            yield from generator(*args, **kwargs)
 
     def unbatched(*args: Any) -> Tensor:
         with disable_proxy_modes_tracing():
@@ -148,6 +148,26 @@ def _watching(record: Record) -> Iterator[None]:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         checkpoint._checkpoint_without_reentrant_generator = generator
         below._remove_batch_dim_impl = unbatch
+
+
+@contextmanager
+def _run_again(call: Call) -> Iterator[None]:
+    """What is run here is run again in backward by the untouched model: it must not change buffers, which would change twice."""
+    call.record.notes[RECOMPUTES] = None
+    before = _versions(call.model)
+    yield
+    if changed := [name for name, version in _versions(call.model).items() if before.get(name) != version]:
+        call.record.refused = CaptureError(
+            f"forward changes {changed[0]} under activation checkpointing, which runs it twice",
+            at=user_code(),
+            source=user_line(),
+            fix="change it outside, or turn the model's own checkpointing off",
+        )
+        raise call.record.refused
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 
 def _needs_backward(arguments: Any) -> bool:

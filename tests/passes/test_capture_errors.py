@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch import predispatch
+from torch.utils.checkpoint import checkpoint
 
 from tpcompile.errors import CaptureError, InputError, TpcompileError
 from tpcompile.passes.capture import bind_example, capture
@@ -118,6 +119,20 @@ class Resized(Model):
         return self.a(y)
 
 
+class NormRunTwice(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.norm, self.a(x).mT, use_reentrant=False)  # here
+
+
+class AssignedTwice(Model):
+    def count(self, x: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        return x * self.steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.count, self.a(x), use_reentrant=True)  # here
+
+
 class NativeNorm(Model):
     def forward(self, x: Tensor) -> Tensor:
         y, *_ = torch.native_batch_norm(self.a(x), None, None, self.norm.running_mean, self.norm.running_var, True, 0.1, 1e-5)  # here
@@ -217,6 +232,14 @@ REASONS: list[tuple[type[Model], str, str]] = [
         PlainReplaced,
         "forward reads plain and puts another tensor in its place, and it is a plain attribute, no buffer",
         "register it with register_buffer, so that it is a part of the model's state",
+    ),
+    *(
+        (
+            model,
+            f"forward changes {name} under activation checkpointing, which runs it twice",
+            "change it outside, or turn the model's own checkpointing off",
+        )
+        for model, name in ((NormRunTwice, "norm.num_batches_tracked"), (AssignedTwice, "steps"))
     ),
     (Resized, "mul changes the size of a tensor that it is given", "write it without out="),
     (

@@ -12,7 +12,7 @@ import pytest
 from tpcompile.passes.capture import capture
 from tpcompile.simulate.reference import weighted_sum
 from zoo.blocks import Blocks
-from zoo.measure import MESHES, ROWS, measure, part, sample
+from zoo.measure import MESHES, ROWS, Row, measure, part, sample
 from zoo.tiny import types
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -56,6 +56,29 @@ def test_parity_and_what_is_cut(kind: str) -> None:
         assert row.share is not None and row.share >= 0.98, row.whole
     if kind in SLIM:
         assert row.held is not None and row.held <= 1.02
+
+
+def test_statistics_of_a_batch_in_one_piece() -> None:
+    row = measure("img/pp_lcnet", ("tp=2", "pp=2"))
+    assert row.ok, row.failures
+    assert {mesh: row.verdict(mesh) for mesh in row.meshes} == {"tp=2": "equal", "pp=2": "equal in one micro-batch"}
+
+
+@pytest.mark.parametrize(
+    ("note", "result", "verdict", "ok"),
+    [
+        ("", "equal", "equal", True),
+        ("", "refused: a router's balance; equal undivided", "refused", False),
+        ("batch statistics", "refused: its mean is of all rows; equal undivided", "equal in one micro-batch", True),
+        ("batch statistics", "refused: CaptureError: it learns", "refused", False),
+        ("batch statistics", "different: by 1.0e-01, first value mean", "different", False),
+        ("random numbers in its router", "refused: Refused: aten.rand draws random numbers that differ", "refused as noted", True),
+        ("random numbers in its router", "error: KeyError: 'none'", "error", False),
+    ],
+)
+def test_what_a_result_comes_to(note: str, result: str, verdict: str, ok: bool) -> None:
+    row = Row("img/none", note, meshes={"tp=2": result})
+    assert (row.verdict("tp=2"), row.ok) == (verdict, ok)
 
 
 @pytest.mark.parametrize(
