@@ -101,9 +101,9 @@ class _Writer:
                 value = next(n for n in node.all_input_nodes if self.values.get(n) is addend)
                 addend = self.piece(value, _uncut(self.layout_of(value)), node)
             if places := CHANNELS.get(op_name(node), 0):
-                addend = self.graph.create_node(
-                    "call_function", torch.ops.aten.view.default, (addend, [-1] + [1] * places), name=f"{name}_addend"
-                )
+                shape = whole(size_of(reduced.dims[1]), *[1] * places)
+                view = (addend, [-1] + [1] * places)
+                addend = self.add("call_function", torch.ops.aten.view.default, view, {}, f"{name}_addend", shape)
             made = self.add("call_function", torch.ops.aten.add.Tensor, (made, addend), {}, name, reduced, name)
         self.values[node] = made
 
