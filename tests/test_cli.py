@@ -86,3 +86,10 @@ def test_help_says_how_models_are_named(command: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert "hf:TYPE[,key=value…]" in capsys.readouterr().out
+
+
+def test_check_with_dropout_by_global_index(capsys: pytest.CaptureFixture[str]) -> None:
+    small = "hf:gpt2,n_layer=1,n_embd=24,n_head=3,vocab_size=31"
+    for how, note in (("exact", False), ("local", True)):
+        assert main(["check", small, "--mesh", "dp=2,tp=2", "--dtype", "float64", "--dropout", how, "--json"]) == 0
+        assert ("dropout was off in this comparison" in json.loads(capsys.readouterr().out)["notes"]) == note

@@ -133,10 +133,11 @@ class Compilation:
         return found
 
 
-def check_dropout(how: str) -> str:
+def check_dropout(how: str, call: str) -> str:
     """Raises InputError unless `how` is a way in which masks are drawn."""
     if how not in ("local", "exact", "fast"):
-        raise InputError(f"dropout={how!r} is unknown", at="dropout", source=caller(), fix='use dropout="local", "exact" or "fast"')
+        fix = 'use dropout="local", "exact" or "fast"'
+        raise InputError(f"there is no dropout {how!r}", at=f"{call}(dropout={how!r})", source=caller(), fix=fix)
     return how
 
 

@@ -170,6 +170,17 @@ def test_slices_that_leave_a_gap_stay() -> None:
     assert names(normalize(program_of(lambda x: x[..., :4] * x[..., 8:]))).count("aten.slice.Tensor") == 2
 
 
+def test_fast_attention_keeps_its_dropout() -> None:
+    fast = normalize(program_of(CASES["attention with dropout"][0]), "fast")
+    assert not fast.random and "aten.scaled_dot_product_attention.default" in names(fast)
+
+
+def test_dropout_by_global_index_in_its_place() -> None:
+    exact = normalize(program_of(lambda x: F.dropout(F.dropout(x, 0.0).cos(), 0.5) * CASES["attention with dropout"][0](x).sum()), "exact")
+    sites = [node.args[3] for node in exact.graph.nodes if op_name(node) == "tpcompile.dropout_at.default"]
+    assert exact.random and sites == [0, 1] and "tpcompile.dropout.default" not in names(exact)
+
+
 def test_only_dropout_takes_the_key() -> None:
     assert not normalize(program_of(lambda x: x.exp())).random
     normal = normalize(program_of(lambda x: F.dropout(F.dropout(x, 0.5), 0.5)))

@@ -171,3 +171,13 @@ class WithDummies(handmade.Tied):
 
 def test_dummy_inputs_serve_as_example() -> None:
     assert one(None, WithDummies()).compilation.program.loss
+
+
+def test_dropout_that_is_unknown() -> None:
+    with pytest.raises(InputError) as error:
+        compile(handmade.Tied(), "tp=2", dropout="exakt")
+    assert message(error) == [
+        "there is no dropout 'exakt'",
+        "  at   compile(dropout='exakt')",
+        '  fix  use dropout="local", "exact" or "fast"',
+    ]

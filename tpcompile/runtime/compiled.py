@@ -78,7 +78,7 @@ def compile(
         data_parallel=data_parallel,
         sequence_parallel=sequence_parallel,
         overrides=dict(overrides or {}),
-        dropout=check_dropout(dropout),
+        dropout=check_dropout(dropout, "compile"),
         vocab_parallel=vocab_parallel,
         outputs=outputs,
     )

@@ -76,7 +76,7 @@ def check(
         count,
         sequence_parallel=sequence_parallel,
         overrides=dict(overrides or {}),
-        dropout=check_dropout(dropout),
+        dropout=check_dropout(dropout, "check"),
         vocab_parallel=vocab_parallel,
         outputs=outputs,
     )
