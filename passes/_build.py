@@ -17,7 +17,7 @@ from tpcompile.functions import kept
 from tpcompile.ir import Input, Program, Source, Type
 from tpcompile.layout import Size
 from tpcompile.passes._call import no_parameter
-from tpcompile.passes._dropout import drops
+from tpcompile.passes._dropout import draws
 from tpcompile.passes._export import Exported
 from tpcompile.passes._functional import functionalize
 from tpcompile.passes._functions import prove_rules, refuse_shared_memory
@@ -71,7 +71,7 @@ class Builder:
                         self._placeholder(node)
                 case "call_function":
                     self._call(node)
-                    if drops(node):
+                    if draws(node):
                         self.sites[self.new[node].name] = len(self.sites)
         outputs: Any = fx.node.map_arg(self.work.output_node().args[0], self.new.__getitem__)
         self.graph.output(outputs)

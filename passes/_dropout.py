@@ -1,10 +1,10 @@
-"""Private to capture and normalize: dropout as an operation of our own, and the sites where it stands.
+"""Private to capture and normalize: dropout as an operation of our own, and the sites where random numbers are drawn.
 
     dropout       local: every rank draws the mask of its own piece, from a key that says which piece it is
     dropout_at    exact: an element's mask follows from its place in the value of the whole batch
 
-A site is a number: how many dropouts ran before in the model's forward, those counted too whose values nobody uses. An eager model can
-count the same.
+A site is a number: how many of these operations ran before in the model's forward, those counted too whose values nobody uses. An eager
+model can count the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tpcompile.errors import Refused
 from tpcompile.factors import quotient
 from tpcompile.ir import Draft
 from tpcompile.layout import Size, TensorType
+from tpcompile.passes._random import SPELLINGS, Spelling, is_random
 from tpcompile.rules import argument, op_name
 
 aten = torch.ops.aten
@@ -37,17 +38,23 @@ def drops(node: fx.Node) -> bool:
             return name == ATTENTION and bool(argument(node, "dropout_p") > 0)
 
 
-def key_dropout(draft: Draft, how: str) -> bool:
-    """Replace dropout by our own, whose mask depends only on a key and the place in the graph. Returns whether there is any.
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers that can be keyed: those that have a site."""
+    return drops(node) or is_random(node)
+
+
+def key_random(draft: Draft, how: str) -> bool:
+    """Replace dropout and other random operations by our own, which depend only on a key and the place in the graph.
 
     `how` is "local", "exact", or "fast": then attention keeps its own dropout, which its fused kernels draw from torch's generator.
+    Returns whether there is any.
     """
     sites = dict(draft.program.sites)
     for node in [node for node in draft.graph.nodes if op_name(node) == ATTENTION and drops(node)]:
         if how != "fast":
             name = node.name
             sites[spell_attention(draft, node).name] = sites.get(name, len(sites))
-    places = [node for node in draft.graph.nodes if drops(node) and op_name(node) != ATTENTION]
+    places = [node for node in draft.graph.nodes if draws(node) and op_name(node) != ATTENTION]
     if not places:
         return False
     with draft.graph.inserting_before(next(n for n in draft.graph.nodes if n.op != "placeholder")):
@@ -56,6 +63,9 @@ def key_dropout(draft: Draft, how: str) -> bool:
     for order, node in enumerate(places):
         site = sites.get(node.name, order)
         with draft.graph.inserting_before(node):
+            if (spell := SPELLINGS.get(op_name(node))) is not None:
+                draft.replace(node, spell(Spelling(draft, node, key, site, -1 if how == "exact" else collectives.OWN)))
+                continue
             target = collectives.ops.dropout_at.default if how == "exact" else collectives.ops.dropout.default
             args = (node.args[0], argument(node, "p"), key, site, *(() if how == "exact" else (0,)))
             draft.replace(node, draft.call(target, *args, type=draft.types[node.name], like=node))

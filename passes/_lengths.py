@@ -10,21 +10,37 @@ import torch
 from torch import fx
 
 from tpcompile.factors import LayoutError
-from tpcompile.ir import Program
+from tpcompile.ir import Draft, Program
+from tpcompile.layout import Size
 
 
-def symbol_nodes(graph: fx.Graph, program: Program, expression: sympy.Expr | int, made: Mapping[str, fx.Node]) -> fx.Node | int:
-    """Nodes that compute a size from the inputs' sizes."""
+def symbol_nodes(
+    graph: fx.Graph, program: Program, expression: sympy.Expr | int, made: Mapping[str, fx.Node], name: str | None = None
+) -> fx.Node | int:
+    """Nodes that compute a size from the inputs' sizes; `name` is theirs, where the graph's own names are taken."""
     match expression:
         case int() | sympy.Integer():
             return int(expression)
         case sympy.Symbol():
-            name, dim = program.symbols[expression]
-            return graph.call_function(torch.ops.aten.sym_size.int, (made[name], dim))
+            measured, dim = program.symbols[expression]
+            return graph.create_node("call_function", torch.ops.aten.sym_size.int, (made[measured], dim), name=name)
         case sympy.Add() | sympy.Mul():
-            parts = [symbol_nodes(graph, program, part, made) for part in expression.args]
+            parts = [symbol_nodes(graph, program, part, made, name) for part in expression.args]
             total = parts[0]
             for part in parts[1:]:
-                total = graph.call_function(operator.add if isinstance(expression, sympy.Add) else operator.mul, (total, part))
+                work = operator.add if isinstance(expression, sympy.Add) else operator.mul
+                total = graph.create_node("call_function", work, (total, part), name=name)
             return total
     raise LayoutError(f"a size that is {expression}")
+
+
+def size_node(draft: Draft, size: Size) -> fx.Node | int:
+    """The same in a draft: a number, or new nodes with their types. Raises LayoutError for a size that the inputs do not give."""
+    if isinstance(size, int):
+        return size
+    known = set(draft.graph.nodes)
+    made = symbol_nodes(draft.graph, draft.program, sympy.sympify(size), draft.nodes)
+    for new in draft.graph.nodes:
+        if new not in known:
+            draft.types[new.name] = size
+    return made

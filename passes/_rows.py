@@ -168,7 +168,8 @@ PLAIN = aten_names("expand.default to.dtype to.dtype_layout to.device slice.Tens
 """Operations that leave the number of a row what it is."""
 
 BROADCASTS = aten_names("expand.default new_empty.default new_full.default new_ones.default new_zeros.default repeat.default")
-"""Operations that make rows where there are none: the same everywhere."""
+BROADCASTS |= {"tpcompile.uniform.default"}
+"""Operations that make rows where there are none: the same everywhere, or each with random numbers of its own."""
 
 FILLED = aten_names("full.default zeros.default ones.default empty.memory_format scalar_tensor.default")
 """New tensors that are the same in every row."""

@@ -21,6 +21,7 @@ from tpcompile.functions import kept
 from tpcompile.ir import Source, Type
 from tpcompile.layout import Layout, TensorType, whole
 from tpcompile.passes._applied import apply_text
+from tpcompile.rules import argument
 
 WIDTH = 120
 RESERVED = frozenset({"aten", "collectives", "device", "math", "nn", "operator", "self", "torch", *keyword.kwlist, *dir(builtins)})
@@ -100,15 +101,15 @@ def has_device(node: fx.Node) -> bool:
 
 
 def site_of(node: fx.Node) -> int | None:
-    """The number of a dropout's site: what differs between layers that are equal otherwise."""
-    if getattr(node.target, "namespace", "") != "tpcompile" or getattr(node.target, "_opname", "") not in ("dropout", "dropout_at"):
+    """The number of the site where random numbers are drawn: what differs between layers that are equal otherwise."""
+    if getattr(node.target, "namespace", "") != "tpcompile":
         return None
-    site: Any = node.kwargs.get("site", node.args[3] if len(node.args) > 3 else 0)
-    return int(site)
+    site = argument(node, "site")
+    return None if site is None else int(site)
 
 
 def expression(node: fx.Node, names: Mapping[fx.Node, str], site: str = "", functions: Mapping[Any, str] | None = None) -> str:
-    """What a node computes. `site` is how a dropout's site is written, `functions` are the names of those that are imported."""
+    """What a node computes. `site` is how that of random numbers is written, `functions` are the names of those that are imported."""
     if functions and node.target in functions:
         return apply_text(node, functions[node.target], lambda value: literal(value, names))
     args = [literal(arg, names) for arg in node.args]
@@ -130,9 +131,9 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str], site: str = "", func
 
 
 def _ours(node: fx.Node, args: list[str], kwargs: dict[str, str], site: str) -> str:
-    """A call of one of our operators: its axis is an attribute of the module, and so may be a dropout's site."""
+    """A call of one of our operators: its axis is an attribute of the module, and so may be its site."""
     schema = node.target._schema  # type: ignore[union-attr]
-    for position, name in enumerate(argument.name for argument in schema.arguments):
+    for position, name in enumerate(declared.name for declared in schema.arguments):
         value = node.args[position] if position < len(args) else node.kwargs.get(name)
         written = f"self.{value}" if name == "axis" else site if name == "site" else ""
         if written and position < len(args):

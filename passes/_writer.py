@@ -249,7 +249,7 @@ class _Writer:
     def _methods(self, tree: Tree, signature: str, body: Sequence[str], extra: Sequence[str] = (), *, sites: bool = False) -> str:
         made = ["super().__init__()"]
         made += [f'self.tp = "{self.about.axis}"'] if any("self.tp" in line for line in body) else []
-        made += ["self.sites = sites  # of dropout"] if sites else []
+        made += ["self.sites = sites  # of random numbers"] if sites else []
         made += [*constructor(tree), *extra]
         return "\n".join(
             [

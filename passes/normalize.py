@@ -12,7 +12,7 @@ from torch import fx
 from tpcompile.factors import divides, quotient
 from tpcompile.ir import Draft, Program
 from tpcompile.layout import Size, TensorType
-from tpcompile.passes._dropout import key_dropout
+from tpcompile.passes._dropout import key_random
 from tpcompile.passes._products import keep_dims
 from tpcompile.rules import argument, op_name
 
@@ -41,7 +41,7 @@ def normalize(program: Program, dropout: str = "local") -> Program:
             if node.op == "call_function" and node not in draft.erased:
                 rewrite(draft, node)
         draft.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-    return draft.freeze(random=key_dropout(draft, dropout))
+    return draft.freeze(random=key_random(draft, dropout))
 
 
 def name_sizes(draft: Draft, node: fx.Node) -> None:

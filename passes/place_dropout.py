@@ -1,10 +1,9 @@
-"""place_dropout: where the rows of the batch are in what is dropped by global index."""
+"""place_dropout: where the rows of the batch are in what is dropped, or drawn, by global index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-import sympy
 import torch
 from torch import fx
 
@@ -13,7 +12,7 @@ from tpcompile.errors import Refused
 from tpcompile.factors import LayoutError, in_steps, quotient
 from tpcompile.ir import Draft, Program
 from tpcompile.layout import Size, TensorType, cut_factors
-from tpcompile.passes._lengths import symbol_nodes
+from tpcompile.passes._lengths import size_node
 from tpcompile.passes._orders import ROWS
 from tpcompile.passes._rows import Rows
 from tpcompile.rules import argument, op_name
@@ -54,7 +53,9 @@ def place_dropout(program: Program, parts: int, witness: Program | None = None) 
 
 
 def _places(program: Program) -> Iterable[fx.Node]:
-    return (node for node in program.graph.nodes if node.op == "call_function" and op_name(node) == "tpcompile.dropout_at.default")
+    """What is drawn by global index, and has not yet been told of rows."""
+    named = ("tpcompile.dropout_at.default", "tpcompile.uniform.default")
+    return (node for node in program.graph.nodes if node.op == "call_function" and op_name(node) in named and argument(node, "rows") == -1)
 
 
 def _found(rows: Rows, node: fx.Node) -> tuple[int, Size] | None:
@@ -63,6 +64,9 @@ def _found(rows: Rows, node: fx.Node) -> tuple[int, Size] | None:
         raise LayoutError(reason)
     dims = rows.layouts[node][0].dims
     cut = [dim for dim, places in enumerate(dims) if cut_factors(places)]
+    counts = (size for dim, size in enumerate(rows.program.types[node.name].shape) if dim not in cut)  # type: ignore[union-attr]
+    if any(not isinstance(size, int) and size.free_symbols & rows.symbols for size in counts):
+        raise LayoutError("a size depends on their number")
     if not cut:
         _check_shared(rows, node)
         return None
@@ -88,23 +92,13 @@ def _check_shared(rows: Rows, node: fx.Node) -> None:
 
 def _place(draft: Draft, node: fx.Node, dim: int, before: Size) -> None:
     if before == 1:
-        node.args = (*node.args[:4], dim)
+        node.args = (*node.args[: 3 if op_name(node) == "tpcompile.uniform.default" else 4], dim)
         return
     kind = draft.types[node.name]
     assert isinstance(kind, TensorType) and isinstance(node.args[0], fx.Node)
     wide = TensorType(kind.dtype, (*kind.shape[:dim], before, quotient(kind.shape[dim], before), *kind.shape[dim + 1 :]))
     with draft.graph.inserting_before(node):
-        count = _size(draft, node, before)
+        count = size_node(draft, before)
         apart = draft.call(aten.unflatten.int, node.args[0], dim, [count, -1], type=wide, like=node)
         dropped = draft.call(ops.dropout_at.default, apart, *node.args[1:4], dim + 1, type=wide, like=node)
         draft.replace(node, draft.call(aten.flatten.using_ints, dropped, dim, dim + 1, type=kind, like=node))
-
-
-def _size(draft: Draft, node: fx.Node, size: Size) -> fx.Node | int:
-    """A number, or nodes that compute it."""
-    known = set(draft.graph.nodes)
-    made = symbol_nodes(draft.graph, draft.program, size if isinstance(size, int) else sympy.sympify(size), draft.nodes)
-    for new in draft.graph.nodes:
-        if new not in known:
-            draft.types[new.name] = size
-    return made

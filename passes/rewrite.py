@@ -220,7 +220,7 @@ class _Writer:
         """A size of the global program, in this graph."""
         if size not in self.lengths:
             placeholders = {node.name: made for node, made in self.values.items() if node.op == "placeholder"}
-            self.lengths[size] = symbol_nodes(self.graph, self.program, size, placeholders)
+            self.lengths[size] = symbol_nodes(self.graph, self.program, size, placeholders, "length")
         return self.lengths[size]
 
     def first_position(self, size: Size) -> fx.Node:
@@ -338,16 +338,18 @@ def _drop_at(op: Op, writer: _Writer, layout: Layout, args: tuple[Any, ...]) -> 
     for dim, places in enumerate(layout.dims):
         if cut_factors(places):
             steps, factor = in_steps(places)
-            if isinstance(factor.cut, Even):
-                cuts += [dim, writer.first_position(factor.size), writer.length(factor.size)]
-                continue
-            assert isinstance(factor.cut, Cut)
+            even = isinstance(factor.cut, Even)
             if steps != 1 or dim == rows:
                 apart = dim
-                sizes = [steps if isinstance(steps, int) else -1, _size(writer, ((factor,),))]
+                known = [steps if isinstance(steps, int) else -1, _size(writer, ((factor,),))]
+                sizes = [writer.length(steps), -1] if even else known
                 value = writer.add("call_function", torch.ops.aten.unflatten.int, (value, dim, sizes), {}, f"{op.node.name}_apart", None)
-            starts = [start for start, _ in factor.cut.ranges]
-            cuts += [dim + (apart is not None), writer.number(starts.__getitem__), factor.size]
+            if isinstance(factor.cut, Cut):
+                starts = [start for start, _ in factor.cut.ranges]
+                where = [writer.number(starts.__getitem__), factor.size]
+            else:
+                where = [writer.first_position(factor.size), writer.length(factor.size)]
+            cuts += [dim + (apart is not None), *where]
     if apart is None:
         return op.node.target, (value, *args[1:4], rows, cuts), {}
     called = (value, *args[1:4], rows + (rows > apart), cuts)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from tpcompile.ir import Input, Plan, Program, Sharded, Type
 from tpcompile.layout import Cut, Dim, Factor, Layout, TensorType, whole
-from tpcompile.passes.propagate import differentiable, entering
+from tpcompile.passes._entering import differentiable, entering
 from tpcompile.passes.rewrite import rewrite
 from tpcompile.rules import Op, view_op
 from tpcompile.simulate.lockstep import run

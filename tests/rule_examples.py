@@ -163,6 +163,7 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.view_as_real.default": [e(z(3, 4))],
     "tpcompile.dropout.default": [e(f(3, 4), 0.5, i(3, high=9), 0, 0)],
     "tpcompile.dropout_at.default": [e(f(3, 4), 0.5, i(3, high=9), 0), e(f(3, 4, 5), 0.5, i(3, high=9), 0, 1)],
+    "tpcompile.uniform.default": [e([3, 4], i(3, high=9), 0, dtype=torch.float64), e([3, 1, 4], i(3, high=9), 5, 0, dtype=torch.float64)],
     "transformers.grouped_mm_fallback.default": [e(f(6, 4), f(2, 4, 5), ends(2, 6))],
     # pooled and resampled; windows; transforms
     "aten.adaptive_avg_pool1d.default": [e(f(2, 3, 9), [4]), e(f(3, 7), [1])],

@@ -194,7 +194,7 @@ def _step(local: Local, stages: tuple[Stage, ...], mesh: Mesh, options: Options)
 
 
 def _refuse_random(program: Program, mesh: Mesh) -> None:
-    """Random numbers other than dropout's are drawn from each process's own generator: ranks would not agree on them."""
+    """Random numbers that have no key are drawn from each process's own generator: ranks would not agree on them."""
     for node in program.graph.nodes if mesh.size > 1 else ():
         tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
         if torch.Tag.nondeterministic_seeded in tags and op_name(node) not in ("aten.scaled_dot_product_attention.default",):
@@ -202,7 +202,7 @@ def _refuse_random(program: Program, mesh: Mesh) -> None:
                 f"{op_name(node)} draws random numbers that ranks would not share",
                 at=f"compile(mesh {mesh})",
                 source=str(program.sources.get(node.name, "")),
-                fix="use torch.nn.functional.dropout, pass the random tensor in with the batch, or use one rank",
+                fix="write it with torch.rand or torch.bernoulli, pass the random tensor in with the batch, or use one rank",
             )
 
 

@@ -93,7 +93,7 @@ class Program:
     loss_reason: str = ""  # why the loss of a batch is not the sum of its micro-batches' losses; "" when it is
     update_reason: str = ""  # why a buffer's value after a batch is not the one after any of its micro-batches; "" when it is
     random: bool = False  # takes the extra int64 input `rng_key`: mixed seed and step, which part of the rows it is, of how many
-    sites: Mapping[str, int] = field(default_factory=dict)  # dropout → its place in the order in which the model's dropouts ran
+    sites: Mapping[str, int] = field(default_factory=dict)  # random operation → its place in the order in which the model ran them
     guards: Guards | None = None  # None: a program that no capture made
     notes: tuple[str, ...] = ()  # what the capture left out, in words
 

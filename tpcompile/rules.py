@@ -206,6 +206,7 @@ RULES: Mapping[str, Rule] = {
     "aten.view_as_real.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} z!",
     "tpcompile.dropout.default": lambda op: "..., * -> ...",
     "tpcompile.dropout_at.default": lambda op: "..., * -> ...",
+    "tpcompile.uniform.default": lambda op: f"* -> {' '.join(f'Y{n}!' for n in range(len(op.outs[0].shape)))}",
     "transformers.grouped_mm_fallback.default": "t! k, e! k n, e! -> t! n",
 }
 

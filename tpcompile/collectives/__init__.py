@@ -19,6 +19,7 @@ Every operator names its group by a string: the name of a torch process group, s
     exp_sum       own part of Σ exp(x - max)    of the own part                 a loss of cut scores
     look_up       own rows, zeros for others'   of the own rows                 a table whose rows are cut
     own_entries   own entries, zeros for others'  of the own entries            a loss of cut scores
+    uniform       numbers by elements' places   nothing                         random numbers of the model
 
 What each hands to the process group, and how many bytes, is a row of `COLLECTIVES` (`tpcompile.collectives.table`).
 
@@ -49,7 +50,7 @@ from torch import Tensor, nn
 
 from tpcompile.collectives.groups import bind, check_bound, group_of, place, unbound
 from tpcompile.collectives.heads import pick
-from tpcompile.collectives.indexed_dropout import finalize
+from tpcompile.collectives.indexed import OWN, finalize
 from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
 from tpcompile.collectives.positions import define as define_positions
@@ -61,7 +62,7 @@ from tpcompile.errors import Refused
 
 __all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "exp_sum", "finalize"]
 __all__ += ["gather", "held_by", "holders", "length", "local_slice", "look_up", "mix", "ops", "overlap", "own_entries", "pick", "piece"]
-__all__ += ["place", "reduce", "reduce_max", "shared", "spread", "take", "unbound"]
+__all__ += ["place", "reduce", "reduce_max", "shared", "spread", "take", "unbound", "uniform", "OWN"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter
@@ -260,3 +261,4 @@ seq_scatter = ops.seq_scatter.default
 seq_slice = ops.seq_slice.default
 seq_whole = ops.seq_whole.default
 shared = ops.shared.default
+uniform = ops.uniform.default

@@ -110,6 +110,7 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         "seq_whole": Collective(forward=(Message("all_gather", positions),)),
         "reduce_max": Collective(forward=(Message("all_reduce", everything),), differentiable=False),
         "shared": Collective(backward=(Message("all_reduce", common),)),
+        "uniform": Collective(),
     }
 )
 """Our operators by name."""

@@ -53,6 +53,7 @@ def compile(
     depends on the seed, the step, the place in the model and the element's index in the value of the whole batch, so that every mesh
     trains as one device does with the same option. "fast": as "local", but attention keeps its dropout inside its fused kernels, which
     draw from torch's own generator on each rank: only `torch.manual_seed` repeats it, and ranks with the same seed draw alike.
+    `torch.rand`, `bernoulli` and their like are drawn in the same ways.
 
     With `sequence_parallel` a tensor rank keeps its own positions of what stands between regions (norms, dropout, residual sums), and
     all-reduces become reduce-scatters and all-gathers: as many bytes, and less memory by the number of tensor ranks. With "regather",

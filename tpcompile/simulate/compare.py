@@ -24,7 +24,7 @@ from tpcompile.simulate.buffers import buffer_errors
 from tpcompile.simulate.distance import distance
 from tpcompile.simulate.diverge import first_divergence
 from tpcompile.simulate.lockstep import run
-from tpcompile.simulate.reference import NoDropout, Reference, weighted_sum
+from tpcompile.simulate.reference import NoDropout, Reference, refuse_numbers, weighted_sum
 from tpcompile.simulate.replay import Replay, flatten, rows, structured
 from tpcompile.simulate.report import Report, Tolerance
 from tpcompile.simulate.traffic import differences, promised
@@ -116,6 +116,8 @@ def compare(
     """The untouched model beside a compilation of it, as `check` does."""
     settings = dict(settings or {"lr": 1.0})
     drops = compilation.options.dropout == "exact"
+    if not drops:
+        refuse_numbers(compilation.program)
     reference, replay = Reference(model, compilation.options.loss, dropout=drops), Replay(model, compilation, dropout=drops)
     mine, tolerance = reference.parameters(), tolerance_of(compilation.program)
     steppers = [

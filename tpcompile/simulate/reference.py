@@ -14,7 +14,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from tpcompile.errors import Refused
+from tpcompile.ir import Program
 from tpcompile.passes._binding import arguments
+from tpcompile.rules import op_name
 from tpcompile.simulate.eager import exact_dropout
 
 DROPS = (
@@ -44,6 +47,18 @@ class NoDropout(TorchFunctionMode):
         elif (position := POSITIONS.get(func, len(args))) < len(args):
             args = (*args[:position], 0.0, *args[position + 1 :])
         return func(*args, **given)
+
+
+def refuse_numbers(program: Program) -> None:
+    """Dropout can be left out on both sides; other random numbers cannot."""
+    for node in program.graph.nodes:
+        if op_name(node) == "tpcompile.uniform.default":
+            raise Refused(
+                "the model draws random numbers beside dropout, and no single device draws the same",
+                at="check",
+                source=str(program.sources.get(node.name, "")),
+                fix='use dropout="exact", which draws the same everywhere',
+            )
 
 
 class Reference:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from tpcompile import collectives
-from tpcompile.collectives import indexed_dropout
+from tpcompile.collectives import indexed
 
 
 def key(step: int = 0, part: int = 0, parts: int = 1, seed: int = 7) -> Tensor:
@@ -24,7 +24,7 @@ def mask(*shape: int, p: float = 0.5, of: Tensor | None = None, site: int = 0, r
 def test_numbers_are_those_of_splitmix64() -> None:
     """The first five of the generator's reference implementation, from seed 1234567."""
     first = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
-    states = 1234567 + torch.arange(1, 6) * indexed_dropout.GAMMA
+    states = 1234567 + torch.arange(1, 6) * indexed.GAMMA
     assert [number % 2**64 for number in collectives.finalize(states).tolist()] == first
 
 
@@ -75,10 +75,10 @@ def test_a_value_that_all_rows_share_has_one_mask() -> None:
 
 
 def test_values_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed_dropout, "CHUNK", {"cpu": 10**9})
+    monkeypatch.setattr(indexed, "CHUNK", {"cpu": 10**9})
     whole = mask(7, 50, 30)
     for chunk in (1, 64, 999):
-        monkeypatch.setattr(indexed_dropout, "CHUNK", {"cpu": chunk})
+        monkeypatch.setattr(indexed, "CHUNK", {"cpu": chunk})
         assert torch.equal(mask(7, 50, 30), whole)
 
 
@@ -148,3 +148,41 @@ def test_traces_to_plain_operations_with_the_same_numbers() -> None:
         x, of = torch.rand(rows, 4, 5), key(part=part, parts=3)
         assert torch.equal(compiled(x, of), work(x, of))
     assert not any("tpcompile" in name for name in seen)
+
+
+# --- numbers between 0 and 1 -----------------------------------------------------------------------------------------
+
+
+def uniform(*shape: int, of: Tensor | None = None, site: int = 0, rows: int = -1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return collectives.uniform(shape, key() if of is None else of, site, rows, dtype=dtype)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_uniform_numbers(dtype: torch.dtype) -> None:
+    numbers = uniform(200, 1000, dtype=dtype)
+    assert numbers.dtype == dtype and numbers.min() >= 0 and numbers.max() < 1
+    counts = torch.histc(numbers.double(), 10, 0, 1) / numbers.numel()
+    assert (counts - 0.1).abs().max() < 0.005
+
+
+def test_dropout_is_where_a_number_is_less_than_p() -> None:
+    """Up to the sign, by which the two count from other ends."""
+    numbers = uniform(60, 100)
+    assert torch.equal(mask(60, 100, p=0.5), numbers < 0.5)
+
+
+def test_parts_of_the_rows_have_their_rows_of_the_numbers() -> None:
+    whole = uniform(6, 3, 4)
+    for part in range(3):
+        assert torch.equal(uniform(2, 3, 4, of=key(part=part, parts=3), rows=0), whole[2 * part : 2 * part + 2])
+    assert torch.equal(uniform(3, 4, of=key(part=2, parts=3)), uniform(3, 4))
+
+
+def test_parts_with_numbers_of_their_own() -> None:
+    drawn = [uniform(50, of=key(step, part, 4), rows=collectives.OWN) for step in range(2) for part in range(4)]
+    assert len(torch.stack(drawn).unique()) == 400
+    assert uniform().shape == () and uniform(0, 3).shape == (0, 3)
+
+
+def test_the_operator_of_numbers_is_sound() -> None:
+    torch.library.opcheck(collectives.uniform, ([3, 4], key(part=1, parts=2), 4, 0), {"dtype": torch.float32})
