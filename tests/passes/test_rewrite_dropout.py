@@ -47,5 +47,5 @@ def test_every_rank_s_mask_is_its_piece(name: str) -> None:
     pieces = {"x0": [cut(x, layout, c) for c in range(RANKS)], "x1": [key] * RANKS}
     made = run(local.graph, pieces, RANKS, dropout=True)[call.node.name]
     expected = collectives.dropout_at(x, 0.5, key, 4)
-    assert 0.3 < (expected == 0).double().mean() < 0.7
+    assert 0.2 < (expected == 0).double().mean() < 0.8
     assert all(torch.equal(value, cut(expected, layout, coordinate)) for coordinate, value in enumerate(made))
