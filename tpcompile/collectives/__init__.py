@@ -62,7 +62,7 @@ from tpcompile.errors import Refused
 
 __all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "exp_sum", "finalize"]
 __all__ += ["gather", "held_by", "holders", "length", "local_slice", "look_up", "mix", "ops", "overlap", "own_entries", "pick", "piece"]
-__all__ += ["place", "reduce", "reduce_max", "shared", "spread", "take", "unbound", "uniform", "OWN"]
+__all__ += ["OWN", "place", "reduce", "reduce_max", "shared", "spread", "take", "unbound", "uniform"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter
