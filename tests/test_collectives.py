@@ -42,6 +42,13 @@ def test_one_rank_is_the_identity(dtype: torch.dtype) -> None:
         assert torch.equal(x.grad, 2 * x)  # type: ignore[arg-type]
 
 
+def test_positions_of_one_row_are_no_view() -> None:
+    """A piece of one row lies in one stretch of memory."""
+    x = torch.rand(1, 6, 2, dtype=torch.float64, requires_grad=True)
+    y = collectives.seq_slice(x, ONE, 1, 6)
+    assert torch.equal(y, x) and y.data_ptr() != x.data_ptr()
+
+
 def test_second_derivatives_are_refused() -> None:
     x = torch.rand(3, requires_grad=True)
     for call in (

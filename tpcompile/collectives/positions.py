@@ -58,8 +58,8 @@ def reduce_scatter_positions(x: Tensor, axis: str, dim: int, length: int) -> Ten
 
 
 def own_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
-    """This coordinate's piece of a whole value."""
-    return x.narrow(dim, *piece(length, *place(axis))).contiguous()
+    """This coordinate's piece of a whole value, in memory of its own: an operator must not return a view of its input."""
+    return x.narrow(dim, *piece(length, *place(axis))).clone(memory_format=torch.contiguous_format)
 
 
 def _padded(rows: Tensor, longest: int) -> Tensor:
