@@ -1,30 +1,18 @@
-"""split: pipeline stages, in layer order, balanced by cost."""
+"""split: pipeline stages, in the graph's order, balanced by cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
 from tpcompile.errors import InputError, Refused
 from tpcompile.ir import Boundary, Local, Stage
 from tpcompile.layout import Layout, TensorType
-from tpcompile.passes._aside import aside
 from tpcompile.passes._homes import homes_of_updates
+from tpcompile.passes._places import PRODUCTS, by_cost, by_layers, cost, free_nodes, is_cut, most_parts, refusal
 from tpcompile.passes._reasons import user_line
-from tpcompile.rules import aten_names, op_name
-
-LATE = ("tpcompile.enter.default", "tpcompile.local_slice.default", "tpcompile.shared.default")
-"""Conversions stand where their users are: what they convert crosses once, before them."""
-
-
-PRODUCTS = aten_names(
-    """
-    addmm.default baddbmm.default bmm.default conv1d.default conv1d.padding conv2d.default conv2d.padding einsum.default linear.default
-    matmul.default mm.default scaled_dot_product_attention.default
-    """
-)
-
+from tpcompile.rules import op_name
 
 def split(local: Local, stages: int, costs: Mapping[str, int]) -> tuple[Stage, ...]:
     """Cut a graph into stages so that the most expensive one is as cheap as can be; only what cannot be computed again crosses.
@@ -32,81 +20,27 @@ def split(local: Local, stages: int, costs: Mapping[str, int]) -> tuple[Stage, .
     before  %h1 = layer 0, %h2 = layer 1 (%h1, %cos), %h3 = layer 2 (%h2, %cos)
     after   stage 0: ids → %h1, %h2;  stage 1: %h2, ids → %cos again, %h3
     """
-    places = place(local, stages, costs) if stages > 1 else dict.fromkeys(local.graph.nodes, 0)
-    cutter = _Cutter(local, places, stages)
+    cutter = _Cutter(local, dict.fromkeys(local.graph.nodes, 0), 1) if stages == 1 else _chosen(local, stages, costs)
     return tuple(cutter.stage(index) for index in range(stages))
 
 
-def place(local: Local, stages: int, costs: Mapping[str, int]) -> dict[fx.Node, int]:
-    """The stage of every node: a layer's by balance, others with what they need and what needs them."""
-    layers = local.program.layers
-    if len(layers) < stages:
+def _chosen(local: Local, stages: int, costs: Mapping[str, int]) -> _Cutter:
+    """Between layers, if there are enough; unless elsewhere fewer values cross and the slowest stage is faster, or nothing is refused."""
+    layers = _Cutter(local, by_layers(local, stages, costs), stages) if len(local.program.layers) >= stages else None
+    places = by_cost(local, stages, costs)
+    if places is None and layers is None:
+        parts = most_parts(local)
         raise InputError(
-            f"{stages} pipeline stages for {len(layers)} layer{'s' * (len(layers) != 1)}",
+            f"{stages} pipeline stages for a model that can be cut into {parts} part{'s' * (parts != 1)}",
             at=f"compile(mesh pp={stages})",
             source=user_line(),
-            fix=f"use pp={len(layers)} or less" if layers else "use pp=1: no repeated layers were found",
+            fix=f"use pp={parts}" + " or less" * (parts > 1),
         )
-    layer_of = {node: _layer(local, node) for node in local.graph.nodes}
-    loads = [0] * len(layers)
-    last = 0
-    for node in local.graph.nodes:
-        index = layer_of[node]
-        last = max(last, index) if index is not None else last
-        loads[last if index is None else index] += costs.get(local.origins.get(node.name, node.name), 0)
-    stage_of_layer = [stage for stage, (start, stop) in enumerate(balance(loads, stages)) for _ in range(start, stop)]
-    free = set(_free(local))
-    places: dict[fx.Node, int] = {}
-    anchored: set[fx.Node] = set()
-    for node in local.graph.nodes:
-        needed = [places[operand] for operand in node.all_input_nodes if operand in anchored]
-        index = layer_of[node]
-        own = [stage_of_layer[index]] if index is not None and node not in free else []
-        places[node] = max([*needed, *own], default=0)
-        if needed or own:
-            anchored.add(node)
-    for node in reversed(local.graph.nodes):
-        if node.users and (node not in anchored or op_name(node) in LATE):
-            places[node] = min(places[user] for user in node.users)
-    for node in aside(local.graph, local.program.updates):  # outside of layers, it stays where its operands are
-        needed = [places[operand] for operand in node.all_input_nodes if operand.op == "call_function" and operand not in free]
-        if node not in anchored and node not in free and needed:
-            places[node] = max(needed)
-    places[local.graph.output_node()] = stages - 1
-    return places
-
-
-def _layer(local: Local, node: fx.Node) -> int | None:
-    source = local.program.sources.get(local.origins.get(node.name, node.name))
-    path = f"{source.path}." if source else ""
-    return next((index for index, layer in enumerate(local.program.layers) if path.startswith(f"{layer}.")), None)
-
-
-def balance(loads: Sequence[int], stages: int) -> list[tuple[int, int]]:
-    """Consecutive ranges of layers, one per stage and none empty, whose greatest sum is least; earlier stages take no more than needed.
-
-    Exact dynamic programming: best[k][n] is the least greatest sum of the first n layers on k stages.
-    """
-    count = len(loads)
-    sums = [0]
-    for load in loads:
-        sums.append(sums[-1] + load)
-    best: dict[tuple[int, int], tuple[int, int]] = {(0, 0): (0, 0)}
-    for stage in range(1, stages + 1):
-        for stop in range(stage, count - (stages - stage) + 1):
-            options = [
-                (max(best[stage - 1, start][0], sums[stop] - sums[start]), start)
-                for start in range(stage - 1, stop)
-                if (stage - 1, start) in best
-            ]
-            best[stage, stop] = min(options, key=lambda option: (option[0], option[1]))
-    ranges: list[tuple[int, int]] = []
-    stop = count
-    for stage in range(stages, 0, -1):
-        start = best[stage, stop][1]
-        ranges.insert(0, (start, stop))
-        stop = start
-    return ranges
+    anywhere = _Cutter(local, places, stages) if places is not None else None
+    if layers is None or anywhere is None:
+        return layers or anywhere  # type: ignore[return-value]
+    better = all(there < here for here, there in zip(layers.measures(costs), anywhere.measures(costs), strict=True))
+    return anywhere if better or layers.refuses() else layers
 
 
 class _Cutter:
@@ -115,7 +49,7 @@ class _Cutter:
     def __init__(self, local: Local, places: Mapping[fx.Node, int], stages: int) -> None:
         self.local, self.places, self.stages = local, places, stages
         self.order = {node: position for position, node in enumerate(local.graph.nodes)}
-        self.free = set(_free(local))
+        self.free = set(free_nodes(local))
         returned = local.program.returned()
         output = local.graph.output_node().all_input_nodes
         by_origin = {local.origins.get(node.name, node.name): node for node in output}
@@ -125,6 +59,17 @@ class _Cutter:
         reads = [self._needed(index, self._sent(index)) for index in range(stages)]
         self.updates = homes_of_updates(local, places, self.free, reads, lambda index, node: self._needed(index, [node]))
 
+    def measures(self, costs: Mapping[str, int]) -> tuple[int, int]:
+        """The cost of the slowest stage, and how many values cross where most do."""
+        loads = [0] * self.stages
+        for node, stage in self.places.items():
+            loads[stage] += cost(self.local, node, costs)
+        return max(loads), max(len(values) for values in self.crossing)
+
+    def refuses(self) -> bool:
+        """Whether something would cross that cannot."""
+        return any(refusal(self.local, node) for values in self.crossing for node in values)
+
     def _again(self) -> set[fx.Node]:
         """What would cross and cannot, being cut, but needs only parameters and inputs, and no product with a weight: biases of scores.
 
@@ -132,8 +77,7 @@ class _Cutter:
         """
         found: set[fx.Node] = set()
         for node in {node for index in range(self.stages - 1) for node in self._crossing(index)}:
-            layout = self.local.layouts.get(node.name)
-            if isinstance(layout, Layout) and layout.is_cut:
+            if is_cut(self.local, node):
                 needed = self._ancestors(node)
                 if not any(op_name(value) in PRODUCTS for value in needed):
                     found |= needed
@@ -231,24 +175,9 @@ class _Cutter:
 
     def _boundary(self, node: fx.Node) -> Boundary:
         origin = self.local.origins.get(node.name, node.name)
-        kind, layout = self.local.program.types.get(origin), self.local.layouts.get(node.name)
-        if not isinstance(kind, TensorType) or not kind.dtype.is_floating_point or not isinstance(layout, Layout):
-            source, what = str(self.local.program.sources.get(origin, "")), "is no floating-point tensor"
-            raise Refused(f"{origin} would cross from one pipeline stage to the next, and {what}", source=source, fix="use pp=1")
-        return Boundary(node.name, kind, True, layout)
-
-
-def _free(local: Local) -> Iterable[fx.Node]:
-    """What any stage can compute by itself: from the user's inputs and state that is not trained, or from parameters alone."""
-    inputs: set[fx.Node] = set()
-    weights: set[fx.Node] = set()
-    for node in local.graph.nodes:
-        if node.op == "placeholder":
-            (weights if node.name in local.program.parameters else inputs).add(node)
-        elif node.op == "call_function":
-            operands = set(node.all_input_nodes)
-            if operands <= inputs:
-                inputs.add(node)
-            elif operands <= weights:
-                weights.add(node)
-    return [*inputs, *weights]
+        if what := refusal(self.local, node):
+            source: object = self.local.program.sources.get(origin, "")
+            raise Refused(f"{origin} would cross from one pipeline stage to the next, and {what}", source=str(source), fix="use pp=1")
+        kind, layout = self.local.program.types[origin], self.local.layouts[node.name]
+        assert isinstance(kind, TensorType) and isinstance(layout, Layout)
+        return Boundary(node.name, kind, kind.dtype.is_floating_point, layout)

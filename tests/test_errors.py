@@ -153,16 +153,9 @@ def test_a_forward_that_cannot_be_exported() -> None:
     )
 
 
-@pytest.mark.parametrize(("mesh", "stages"), [("pp=4", 4), ("dp=2,pp=3,tp=2", 3)])
-def test_more_stages_than_layers(mesh: str, stages: int) -> None:
-    assert message(lambda: tpcompile.compile(gpt(2), mesh, batch(12))) == (
-        f"{stages} pipeline stages for 2 layers\n  at   compile(mesh pp={stages})\n  from here\n  fix  use pp=2 or less"
-    )
-
-
-def test_stages_for_a_model_without_layers() -> None:
+def test_more_stages_than_there_are_places_to_cut() -> None:
     assert message(lambda: tpcompile.compile(nn.Linear(4, 4), "pp=2", {"input": torch.zeros(4, 4)})) == (
-        "2 pipeline stages for 0 layers\n  at   compile(mesh pp=2)\n  from here\n  fix  use pp=1: no repeated layers were found"
+        "2 pipeline stages for a model that can be cut into 1 part\n  at   compile(mesh pp=2)\n  from here\n  fix  use pp=1"
     )
 
 

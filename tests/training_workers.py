@@ -69,6 +69,30 @@ def turning() -> nn.Module:
     return Turning(Config(vocab_size=VOCABULARY, layers=2, heads=3, hidden=48, inner=95)).double()
 
 
+class Again(nn.Module):
+    """One layer three times and no list of layers. What is chosen before it is used behind it: whole numbers and truths cross."""
+
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, hidden)
+        self.score, self.up, self.down = nn.Linear(hidden, hidden), nn.Linear(hidden, 31), nn.Linear(31, hidden)
+        self.head = nn.Linear(3, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scores = self.score(self.embed(input_ids))
+        chosen, seen, x = scores.topk(3, -1).indices, scores > 0, scores.transpose(1, 2)
+        for _ in range(3):
+            x = x + self.down(F.relu(self.up(x.transpose(1, 2)))).transpose(1, 2)
+        picked = x.transpose(1, 2).masked_fill(seen, 0.5).gather(-1, chosen)
+        logits = self.head(picked)
+        return {"logits": logits} | ({} if labels is None else {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())})
+
+
+def again() -> nn.Module:
+    torch.manual_seed(0)
+    return Again().double()
+
+
 def _made(kind: Callable[[Any], nn.Module], config: Any) -> nn.Module:
     torch.manual_seed(0)
     return kind(config).double()

@@ -22,6 +22,7 @@ def pipelined(mesh: str) -> list[tuple[Any, Case]]:
     return [
         (workers.train_both_schedules, Case(workers.gpt2, mesh, loss=workers.double_loss)),
         (workers.train_both_schedules, Case(workers.llama, mesh, exact=False)),
+        (workers.train_both_schedules, Case(workers.again, mesh)),
     ]
 
 

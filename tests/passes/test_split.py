@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from tpcompile.errors import InputError
 from tpcompile.ir import Stage
+from tpcompile.passes._places import balance
 from tpcompile.passes.optimize import optimize
-from tpcompile.passes.split import balance, split
+from tpcompile.passes.split import split
+from tpcompile.simulate import check
 from tpcompile.text import text
 
 
@@ -114,19 +116,96 @@ def test_a_costly_head_takes_layers_from_its_stage() -> None:
     assert costs_of(first) == 12 and costs_of(last) == 5
 
 
-def test_more_stages_than_layers() -> None:
-    program, batch = tiny(layers=2)
+@pytest.mark.parametrize(("layers", "count"), [(1, 2), (2, 3), (2, 5)])
+def test_more_stages_than_layers_are_cut_where_few_values_cross(layers: int, count: int) -> None:
+    """Inside a layer the residual stream crosses beside what is added to it."""
+    batch = {"ids": torch.arange(90).remainder(7).view(30, 3), "labels": torch.arange(90).remainder(5).view(30, 3)}
+    made = stages(captured(Tiny(layers=layers), batch), batch, 1, count)
+    assert len(made) == count and all(before.sends == after.receives for before, after in pairwise(made))
+    assert all(1 <= len(stage.sends) <= 2 for stage in made[:-1])
+    report = check(Tiny(layers=layers).double(), f"pp={count},tp=2", batch)
+    assert report.ok, str(report)
+
+
+class Unlisted(nn.Module):
+    """Three blocks with names of their own, the last one twice; and what an early one chooses for a late one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.first, self.second, self.last = (nn.Sequential(nn.Linear(6, 11), nn.ReLU(), nn.Linear(11, 6)) for _ in range(3))
+        self.head = nn.Linear(6, 7)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.first(x)
+        places, low = x.topk(2, -1).indices, x < 0
+        x = x + self.second(x)
+        x = x + self.last(x)
+        x = x + self.last(x)
+        x = x.masked_fill(low, 0.0).scatter(-1, places, 1.0)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_layers_that_no_list_holds_are_cut_by_cost() -> None:
+    """Whole numbers and truths cross too, without gradients; a weight that is used on both sides is on both stages."""
+    batch = {"ids": torch.arange(12).remainder(7).view(4, 3), "labels": torch.arange(12).remainder(5).view(4, 3)}
+    first, last = stages(captured(Unlisted(), batch), batch, 1, 2)
+    crossing = {(boundary.type.dtype, boundary.requires_grad) for boundary in first.sends}
+    assert crossing == {(torch.float64, True), (torch.int64, False), (torch.bool, False)}
+    both = set(first.parameters.values()) & set(last.parameters.values())
+    assert both in (set(), {f"last.{place}.{name}" for place in (0, 2) for name in ("weight", "bias")})
+    products = [text(stage).count("aten.linear") for stage in (first, last)]
+    assert sum(products) == 9 and abs(products[0] - products[1]) <= 1
+    for mesh in ("pp=2", "pp=4", "pp=2,tp=2"):
+        report = check(Unlisted().double(), mesh, batch)
+        assert report.ok, str(report)
+
+
+def test_a_weight_used_on_both_sides_is_on_both_stages() -> None:
+    class Thrice(Unlisted):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for _ in range(4):
+                x = x + self.last(x)
+            return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    model = Thrice()
+    del model.first, model.second
+    batch = {"ids": torch.arange(12).remainder(7).view(4, 3), "labels": torch.arange(12).remainder(5).view(4, 3)}
+    first, last = stages(captured(model, batch), batch, 1, 2)
+    both = set(first.parameters.values()) & set(last.parameters.values())
+    assert both == {f"last.{place}.{name}" for place in (0, 2) for name in ("weight", "bias")}
+    assert [str(size) for size in first.sends[0].type.shape] == ["b", "s", "6"] and len(first.sends) == 1
+    report = check(model.double(), "pp=2,tp=2", batch)
+    assert report.ok, str(report)
+
+
+class Complex(nn.Module):
+    """Complex numbers between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.view_as_complex(self.first(x).unflatten(-1, (3, 2)))
+        y = y * y * y
+        return self.second(torch.view_as_real(y).flatten(-2)).sum()
+
+
+def test_complex_values_do_not_cross() -> None:
+    batch = {"x": torch.randn(4, 3, 6, dtype=torch.float64)}
+    first, _ = stages(captured(Complex(), batch), batch, 1, 2)
+    assert all(not boundary.type.dtype.is_complex for boundary in first.sends)
+
+
+def test_one_operation_is_one_stage() -> None:
+    batch = {"input": torch.zeros(4, 4, dtype=torch.float64)}
     with pytest.raises(InputError) as error:
-        stages(program, batch, 2, 3)
+        stages(captured(nn.Linear(4, 4), batch), batch, 1, 2)
     lines = [line for line in str(error.value).splitlines() if not line.startswith("  from")]
-    assert lines == ["3 pipeline stages for 2 layers", "  at   compile(mesh pp=3)", "  fix  use pp=2 or less"]
-
-
-def test_no_layers_at_all() -> None:
-    program, batch = tiny(layers=1)
-    with pytest.raises(InputError) as error:
-        stages(program, batch, 1, 2)
-    assert str(error.value).startswith(("2 pipeline stages for 1 layer\n", "2 pipeline stages for 0 layers\n"))
+    assert lines == ["2 pipeline stages for a model that can be cut into 1 part", "  at   compile(mesh pp=2)", "  fix  use pp=1"]
 
 
 class Weighted(nn.Module):

@@ -47,6 +47,7 @@ class Engine:
         self._model, self.groups = model, groups
         collectives.bind(module, groups.names)
         self.root = StageRoot(module, program.aliases)
+        self.root.sends = groups.coordinates["pp"] < groups.mesh.pp - 1
         replicate_stage(self.root, groups)
         self._schedules = Schedules(self.root, groups, schedule)
         self._seed, self._steps = seed, 0

@@ -31,6 +31,7 @@ class StageRoot(nn.Module):
         self._begun: dict[str, Tensor] = {}  # the buffers that this step's forward updates, as they were before
         self._updated: dict[str, Tensor] = {}  # those that any step has updated, as they are now
         self.capture = 0
+        self.sends = False  # whether the outputs cross to another stage, which takes them from contiguous memory
         self.loss_only = False  # while a schedule runs: it handles nothing else of the last stage
         self.collected: list[tuple[Tensor, ...]] | None = None  # the last stage's outputs, while somebody wants them
         self._aliases = dict(aliases)
@@ -73,7 +74,9 @@ class StageRoot(nn.Module):
         outputs: tuple[Tensor, ...] = self._run(*received, **{name.removeprefix(INPUT): value for name, value in inputs.items()})
         if self.collected is not None:
             self.collected.append(tuple(output.detach() for output in outputs))
-        return outputs[:1] if self.loss_only else outputs
+        if self.loss_only:
+            return outputs[:1]
+        return tuple(output.contiguous() for output in outputs) if self.sends else outputs
 
     def _run(self, *received: Tensor, **inputs: Tensor) -> Any:
         module = self._module
