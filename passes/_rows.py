@@ -14,7 +14,9 @@ from torch import fx
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Program
 from tpcompile.layout import Dim, Factor, Layout, Size, TensorType, cut_factors, same_dim, whole
+from tpcompile.passes._offsets import Offsets
 from tpcompile.passes._orders import ROWS, Orders
+from tpcompile.passes._spans import counts_up
 from tpcompile.rules import RESHAPES, argument, aten_names, forward, has_rule, no_rule, op_name, view_op
 
 
@@ -26,6 +28,7 @@ class Rows:
     layouts: dict[fx.Node, tuple[Layout, ...]] = field(default_factory=dict)
     broken: dict[fx.Node, str] = field(default_factory=dict)
     orders: Orders = field(default_factory=Orders)
+    offsets: Offsets = field(default_factory=Offsets)
     counting: set[fx.Node] = field(default_factory=set)  # 0, 1, 2, … along the rows: the row's own number
     symbols: frozenset[sympy.Symbol] = frozenset()
 
@@ -82,7 +85,7 @@ class Rows:
             return self.created(node, kinds)
         if op.name == "aten.index.Tensor" and (layout := self.looked_up(node)) is not None:
             return (layout,)
-        if (known := self.orders.call(op, self)) is not None:
+        if (known := self.orders.call(op, self) or self.offsets.call(op, self)) is not None:
             return known
         counting = [operand for operand in op.operands if operand in self.counting]
         if counting:
@@ -102,7 +105,7 @@ class Rows:
     def created(self, node: fx.Node, kinds: tuple[TensorType, ...]) -> tuple[Layout, ...]:
         """A new tensor, equal in all rows; but `arange(rows)` counts them."""
         layouts = tuple(self.spread(whole(*kind.shape), kind) for kind in kinds)
-        if layouts[0].is_cut and op_name(node).startswith("aten.arange"):
+        if layouts[0].is_cut and counts_up(node):
             self.counting.add(node)
         elif layouts[0].is_cut and op_name(node) not in FILLED:
             raise LayoutError(f"{op_name(node)} makes rows that may differ")

@@ -141,6 +141,10 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.scatter.src": [e(f(3, 4), 1, i(3, 1, high=4), f(3, 1)), e(f(3, 4), 0, i(1, 4, high=3), f(1, 4))],
     "aten.scatter.value": [e(f(3, 4), 1, i(3, 2, high=4), 2.0)],
     "aten.scatter_add.default": [e(f(3, 4), 1, i(3, 6, high=4), f(3, 6))],
+    "aten.scatter_reduce.two": [
+        e(f(3, 4), 1, i(3, 6, high=4), f(3, 6), "amin"),
+        e(f(3, 4), 0, i(2, 4, high=3), f(2, 4), "sum", include_self=False),
+    ],
     "aten.select.int": [e(f(3, 4, 5), 1, 2), e(f(3, 4), -1, 0)],
     "aten.select_scatter.default": [e(f(3, 4, 5), f(3, 5), 1, 2), e(f(3, 4), f(4), 0, 1)],
     "aten.slice.Tensor": [e(f(3, 4, 5), 1, 1, 3), e(f(3, 6), -1, 0, 9, 2), e(f(3, 4), 0, 0, 9)],

@@ -175,6 +175,7 @@ RULES: Mapping[str, Rule] = {
     "aten.scatter.src": lambda op: scattered(op),
     "aten.scatter.value": lambda op: scattered(op),
     "aten.scatter_add.default": lambda op: scattered(op),
+    "aten.scatter_reduce.two": lambda op: scattered(op),
     "aten.select.int": lambda op: reduced(op, never=True),
     "aten.select_scatter.default": lambda op: patched(op),
     "aten.slice.Tensor": lambda op: along(op) if op.ins[0].shape != op.outs[0].shape else "... -> ...",

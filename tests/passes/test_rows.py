@@ -77,6 +77,25 @@ def in_groups(x: Tensor) -> Tensor:
     return pairs[:, 0] * pairs[:, 1] + torch.ones(pairs.shape[0], 6)
 
 
+def first_of_kind(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    """The first place of each kind, kind by kind for all rows in one dimension."""
+    rows, length = ids.shape
+    kinds = F.embedding(ids, weight[0, :3])[..., :1].detach() * 0 + ids[..., None]
+    place = torch.arange(length).expand(rows, -1)
+    index = (torch.arange(rows) * 3).unsqueeze(-1) + ids
+    first = torch.zeros(rows * 3).scatter_reduce(0, index.view(-1), place.reshape(-1).float(), "amin", include_self=False)
+    return x * first.view(rows, 3).gather(1, ids)[..., None] + kinds
+
+
+def from_starts(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    """The highest places of each row, taken out of all rows' places."""
+    rows, length, width = x.shape
+    best = x.sum(-1).topk(2, -1).indices
+    index = best + torch.arange(rows)[:, None] * length
+    flat = x.reshape(rows * length, width)
+    return flat[index] + flat.index_select(0, index.flatten()).view(rows, 2, width)
+
+
 def windows(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     return F.unfold(x[..., None], (3, 1), padding=(1, 0)).unflatten(1, (4, 3))
 
@@ -90,6 +109,8 @@ APART: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "pooled": lambda x, ids, weight: F.adaptive_avg_pool1d(x.transpose(1, 2), 3) + F.avg_pool2d(x[:, None], 2).flatten(1)[:, :1, None],
     "resampled": lambda x, ids, weight: F.interpolate(x[:, None], (5, 7), mode="bilinear"),
     "windows": windows,
+    "places from each row's start": from_starts,
+    "the first of each kind": first_of_kind,
     "transformed": lambda x, ids, weight: torch.fft.fftn(x, dim=(1, 2)).real,
     "places in pairs": lambda x, ids, weight: in_groups(x),
     "parts whose size is not known": lambda x, ids, weight: torch.stack(torch.cat([x, x], 1).chunk(2, 1), 1),
@@ -132,6 +153,12 @@ def numbered(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     return there * torch.arange(there.shape[0])[:, None]
 
 
+def from_far(x: Tensor, length: int, shift: int) -> Tensor:
+    """Places of rows that are not so long."""
+    flat = x[:, :4].flatten(0, 1)
+    return flat[torch.arange(4) + shift + torch.arange(x.shape[0])[:, None] * length]
+
+
 UNLIKE = "two uses of a value need it cut in different ways"
 
 MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
@@ -148,6 +175,14 @@ MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     ),
     "transformed over the rows": (lambda x, ids, weight: torch.fft.fft(x, dim=0).real, "aten.fft_fft.default needs this dimension whole"),
     "every row but one": (lambda x, ids, weight: x[1:], "aten.slice.Tensor needs this dimension whole"),
+    "rows backwards": (lambda x, ids, weight: x[torch.arange(x.shape[0] - 1, -1, -1)], "aten.arange.start_step makes rows that may differ"),
+    "rows from the last": (lambda x, ids, weight: x[torch.arange(-1, x.shape[0] - 1)], "aten.arange.start makes rows that may differ"),
+    "starts of longer rows": (lambda x, ids, weight: from_far(x, 5, 0), "rows look into other rows"),
+    "places behind the row's end": (lambda x, ids, weight: from_far(x, 4, 1), "it computes with the number of a row"),
+    "places that nothing bounds": (
+        lambda x, ids, weight: x.flatten(0, 1)[ids + torch.arange(x.shape[0])[:, None] * x.shape[1]],
+        "it computes with the number of a row",
+    ),
     "the row before": (lambda x, ids, weight: x[torch.arange(x.shape[0]) + -1], "it computes with the number of a row"),
     "the first of all places": (
         lambda x, ids, weight: x.flatten(0, 1)[torch.arange(x.shape[0])] * x[:, 0],
