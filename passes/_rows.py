@@ -6,7 +6,9 @@ cut has, for a part of the rows, the part of its whole; an operation that mixes 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice, product
 
 import sympy
 from torch import fx
@@ -14,10 +16,12 @@ from torch import fx
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Program
 from tpcompile.layout import Dim, Factor, Layout, Size, TensorType, cut_factors, same_dim, whole
+from tpcompile.passes._alike import Alike
 from tpcompile.passes._offsets import Offsets
 from tpcompile.passes._orders import ROWS, Orders
 from tpcompile.passes._spans import counts_up
-from tpcompile.rules import RESHAPES, argument, aten_names, forward, has_rule, no_rule, op_name, view_op
+from tpcompile.passes._varying import refuse_counts, refuse_growth
+from tpcompile.rules import RESHAPES, Op, argument, aten_names, forward, has_rule, no_rule, op_name, view_op
 
 
 @dataclass
@@ -25,6 +29,7 @@ class Rows:
     """The proof: a layout for every value, or the reason why it has none."""
 
     program: Program
+    alike: Alike
     layouts: dict[fx.Node, tuple[Layout, ...]] = field(default_factory=dict)
     broken: dict[fx.Node, str] = field(default_factory=dict)
     orders: Orders = field(default_factory=Orders)
@@ -40,7 +45,7 @@ class Rows:
             kind = program.types[name]
             if entry.batch_dim is not None and isinstance(kind, TensorType):
                 symbols |= sympy.sympify(kind.shape[entry.batch_dim]).atoms(sympy.Symbol)
-        rows = cls(program, symbols=frozenset(symbols))
+        rows = cls(program, alike=Alike(program), symbols=frozenset(symbols))
         for node in program.graph.nodes:
             try:
                 rows.visit(node)
@@ -51,7 +56,7 @@ class Rows:
     @classmethod
     def trusted(cls, program: Program) -> Rows:
         """Rows that are known to be kept apart: only which values depend on them is found."""
-        rows = cls(program)
+        rows = cls(program, Alike(program))
         tainted = {name for name, entry in program.inputs.items() if entry.batch_dim is not None}
         for node in program.graph.nodes:
             if node.name in tainted or any(operand.name in tainted for operand in node.all_input_nodes):
@@ -71,8 +76,13 @@ class Rows:
             self.layouts[node] = (self.layouts[parent][index],)  # type: ignore[index]
             self.orders.item(node, parent, index)  # type: ignore[arg-type]
         elif node.op == "call_function" and isinstance(kind, (TensorType, tuple)):
+            kinds = (kind,) if isinstance(kind, TensorType) else kind
             self.inherit(node, node.all_input_nodes)
-            self.layouts[node] = self.call(node, (kind,) if isinstance(kind, TensorType) else kind)
+            refuse_counts(node, self.program, self.symbols)
+            self.layouts[node] = self.call(node, kinds)
+            refuse_growth(self.layouts[node], kinds, self.symbols)
+        elif node.op == "call_function" and op_name(node) != "aten.sym_size.int":
+            self.inherit(node, node.all_input_nodes)
 
     def inherit(self, node: fx.Node, operands: list[fx.Node]) -> None:
         for operand in operands:
@@ -94,13 +104,31 @@ class Rows:
             self.counting.add(node)
         if not has_rule(op):
             raise LayoutError(no_rule(op))
-        made = forward(op, [self.layouts[operand][0] for operand in op.operands])
+        made = self.forward(op)
         if any(layout.partial for layout in made):
             raise LayoutError("it sums over the rows")
         layouts = tuple(self.spread(layout, kind) if op.name in BROADCASTS else layout for layout, kind in zip(made, kinds, strict=True))
         if any(sum(bool(cut_factors(dim)) for dim in layout.dims) > 1 for layout in layouts):
             raise LayoutError("rows meet other rows")
         return layouts
+
+    def forward(self, op: Op) -> list[Layout]:
+        """By the operation's rule; what is the same in all rows is read as the other operands need it."""
+        have = [[self.layouts[operand][0]] for operand in op.operands]
+        try:
+            return forward(op, [one for one, in have])
+        except LayoutError:
+            for ways, operand, kind in zip(have, op.operands, op.ins, strict=True):
+                ways += [self.read(kind, at) for at, size in self.alike.leading(operand) if self.counts_rows(size)]
+            for chosen in islice(product(*have), 1, 16):
+                with suppress(LayoutError):
+                    return forward(op, chosen)
+            raise
+
+    @staticmethod
+    def read(kind: TensorType, at: int) -> Layout:
+        """A tensor with its rows along one dimension."""
+        return Layout(tuple(_rows(size) if dim == at else ((Factor(size),),) for dim, size in enumerate(kind.shape)))
 
     def created(self, node: fx.Node, kinds: tuple[TensorType, ...]) -> tuple[Layout, ...]:
         """A new tensor, equal in all rows; but `arange(rows)` counts them."""

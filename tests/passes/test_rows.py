@@ -161,6 +161,9 @@ def from_far(x: Tensor, length: int, shift: int) -> Tensor:
 
 UNLIKE = "two uses of a value need it cut in different ways"
 
+COUNTED = "it computes with the number of rows"
+GROWS = "a dimension that grows with the batch, and does not count rows"
+
 MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "neighbours of any rows": (lambda x, ids, weight: in_groups(x.transpose(0, 1)), "a view divides s at b*s/2"),
     "neighbours in an order": (neighbours, "a view puts neighbours of an order together"),
@@ -175,7 +178,15 @@ MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     ),
     "transformed over the rows": (lambda x, ids, weight: torch.fft.fft(x, dim=0).real, "aten.fft_fft.default needs this dimension whole"),
     "every row but one": (lambda x, ids, weight: x[1:], "aten.slice.Tensor needs this dimension whole"),
-    "rows backwards": (lambda x, ids, weight: x[torch.arange(x.shape[0] - 1, -1, -1)], "aten.arange.start_step makes rows that may differ"),
+    "divided by the number of rows": (lambda x, ids, weight: x / x.shape[0], COUNTED),
+    "filled with the number of rows": (lambda x, ids, weight: x + torch.full((x.shape[0], 1, 1), x.shape[0]), COUNTED),
+    "divided by the number of the chosen": (lambda x, ids, weight: x[ids == 1] / x[ids == 1].shape[0], COUNTED),
+    "divided by a number of all rows": (lambda x, ids, weight: x / ids.sum().item(), "it sums over the rows"),
+    "as many places as rows": (lambda x, ids, weight: x[:, : x.shape[0]], GROWS),
+    "a place by the number of rows": (lambda x, ids, weight: x[:, x.shape[0] - 1 :][:, :1], COUNTED),
+    "a mean of as many weights as rows": (lambda x, ids, weight: x * weight.flatten()[: x.shape[0]].mean(), GROWS),
+    "one more than rows": (lambda x, ids, weight: x * torch.arange(x.shape[0] + 1).amax(), GROWS),
+    "rows backwards": (lambda x, ids, weight: x[torch.arange(x.shape[0] - 1, -1, -1)], COUNTED),
     "rows from the last": (lambda x, ids, weight: x[torch.arange(-1, x.shape[0] - 1)], "aten.arange.start makes rows that may differ"),
     "starts of longer rows": (lambda x, ids, weight: from_far(x, 5, 0), "rows look into other rows"),
     "places behind the row's end": (lambda x, ids, weight: from_far(x, 4, 1), "it computes with the number of a row"),
@@ -188,7 +199,7 @@ MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
         lambda x, ids, weight: x.flatten(0, 1)[torch.arange(x.shape[0])] * x[:, 0],
         "rows look into other rows",
     ),
-    "a weight for each row's number": (lambda x, ids, weight: x * weight.flatten()[: x.shape[0], None, None], UNLIKE),
+    "a weight for each row's number": (lambda x, ids, weight: x * weight.flatten()[: x.shape[0], None, None], GROWS),
 }  # fmt: skip
 
 
