@@ -116,7 +116,7 @@ class Rows:
         """By the operation's rule; what is the same in all rows is read as the other operands need it."""
         have = [[self.layouts[operand][0]] for operand in op.operands]
         try:
-            return forward(op, [one for one, in have])
+            return forward(op, [one for (one,) in have])
         except LayoutError:
             for ways, operand, kind in zip(have, op.operands, op.ins, strict=True):
                 ways += [self.read(kind, at) for at, size in self.alike.leading(operand) if self.counts_rows(size)]

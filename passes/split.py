@@ -14,6 +14,7 @@ from tpcompile.passes._places import PRODUCTS, by_cost, by_layers, cost, free_no
 from tpcompile.passes._reasons import user_line
 from tpcompile.rules import op_name
 
+
 def split(local: Local, stages: int, costs: Mapping[str, int]) -> tuple[Stage, ...]:
     """Cut a graph into stages so that the most expensive one is as cheap as can be; only what cannot be computed again crosses.
 
