@@ -64,6 +64,20 @@ def matches(program: Program, batch: Mapping[str, Any], model: nn.Module) -> boo
     return all(_fits(program.types[name], tensor, values) for name, tensor in given.items()) and _hold(guards, values)
 
 
+def other_path(program: Program, tensors: Mapping[str, Tensor], rows: int) -> str:
+    """What a program takes for granted and does not hold for so many rows, of which `tensors` are some; "" if all of it does."""
+    if program.guards is None:
+        return ""
+    values: dict[Any, int] = {}
+    for size, (name, dim) in program.symbols.items():
+        values[size] = rows if dim == program.inputs[name].batch_dim else tensors[name].shape[dim]
+    for size, value in values.items():
+        low, high = program.guards.ranges.get(size, (2, None))
+        if value < low or (high is not None and value > high):
+            return f"{low} <= {size}" if value < low else f"{size} <= {high}"
+    return next((str(condition) for condition in program.guards.conditions if not bool(condition.subs(values))), "")
+
+
 def _fits(kind: Any, tensor: Tensor, values: dict[Any, Any]) -> bool:
     assert isinstance(kind, TensorType)
     if tensor.dtype != kind.dtype or tensor.ndim != len(kind.shape):

@@ -69,6 +69,8 @@ class Rows:
         if node.op == "placeholder" and isinstance(kind, TensorType):
             entry = self.program.inputs.get(node.name)
             at = entry.batch_dim if entry else None
+            if at is not None and isinstance(size := kind.shape[at], int) and size > 1:
+                raise LayoutError(f"the model takes {size} rows for granted")
             self.layouts[node] = (Layout(tuple(_rows(size) if d == at else ((Factor(size),),) for d, size in enumerate(kind.shape))),)
         elif op_name(node) == "getitem" and node.op == "call_function":
             parent, index = node.args

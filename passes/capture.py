@@ -15,11 +15,11 @@ from tpcompile.passes._binding import bind_example
 from tpcompile.passes._build import Builder
 from tpcompile.passes._call import Call
 from tpcompile.passes._export import export
-from tpcompile.passes._guards import matches
+from tpcompile.passes._guards import matches, other_path
 from tpcompile.passes._origin import line_of
 from tpcompile.passes._reasons import user_line
 
-__all__ = ["bind_example", "capture", "matches"]
+__all__ = ["bind_example", "capture", "matches", "other_path"]
 
 
 def capture(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[..., Tensor] | None = None) -> Program:

@@ -126,7 +126,7 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.repeat.default": [e(f(3, 4), [1, 2]), e(f(3, 4), [2, 1, 1]), e(f(3, 4), [3, 2, 2])],
     "aten.repeat_interleave.self_int": [e(f(2, 3, 4), 2, 1), e(f(2, 4, 3), 3, -2)],
     "aten.rms_norm.default": [e(f(3, 4), [4], f(4)), e(f(3, 4), [4], None, 1e-6)],
-    "aten.roll.default": [e(f(3, 4), [1], [1]), e(f(3, 4), [1, 2], [0, 1])],
+    "aten.roll.default": [e(f(3, 4), [1]), e(f(3, 4), [1], [1]), e(f(3, 4), [1, 2], [0, 1])],
     "aten.scaled_dot_product_attention.default": [
         e(f(2, 4, 3, 5), f(2, 4, 6, 5), f(2, 4, 6, 7)),
         e(f(2, 4, 3, 5), f(2, 4, 3, 5), f(2, 4, 3, 5), is_causal=True),

@@ -194,3 +194,27 @@ def test_what_is_no_mesh(mesh: object) -> None:
     with pytest.raises(TpcompileError, match="is no mesh") as error:
         Mesh.of(mesh)  # type: ignore[arg-type]
     assert error.value.fix == 'write a mesh as "dp=2,pp=2,tp=2"'
+
+
+class Counting(nn.Module):
+    """Does something else for more than five rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).square()
+        return (y if x.shape[0] <= 5 else 2 * y).sum()
+
+
+@pytest.mark.parametrize(("mesh", "rows", "parts"), [("dp=2", 6, 3), ("dp=2,pp=2", 8, 2), ("dp=6", 6, 1)])
+def test_a_model_that_branches_by_the_number_of_rows(mesh: str, rows: int, parts: int) -> None:
+    """Parts of the batch would go another way than one device goes with all of it."""
+    made = message(lambda: tpcompile.check(Counting().double(), mesh, {"x": torch.ones(rows, 4).double()}))
+    assert made == (
+        f"the model does not do for {rows} rows what it does for {parts}, for which it takes b <= 5 for granted\n"
+        f"  at   check(x=[{rows}, 4])\n  from here\n"
+        "  fix  use dp=1 and microbatches=1, or a model that does the same for any number of rows"
+    )
+    assert tpcompile.check(Counting().double(), "dp=2", {"x": torch.ones(4, 4).double()}).ok

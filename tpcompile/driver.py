@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from tpcompile.mesh import Mesh
 from tpcompile.messages import stage_messages
 from tpcompile.passes._dropout import drops
 from tpcompile.passes._parts import arrange
-from tpcompile.passes.capture import capture
+from tpcompile.passes.capture import capture, other_path
 from tpcompile.passes.delay import delay
 from tpcompile.passes.detect import detect
 from tpcompile.passes.divide_loss import divide_loss
@@ -168,7 +168,7 @@ def lower_captured(
     _refuse_random(normal, mesh)
     witness = _witness(model, batch, normal, options, mesh)
     needed = verify(log.run("keep_loss", normal, lambda: keep_loss(normal))) if options.outputs == "loss" else normal
-    divided = verify(log.run("divide_loss", needed, lambda: divide_loss(needed, witness)))
+    divided = verify(log.run("divide_loss", needed, lambda: replace(divide_loss(needed, witness), witness=witness)))
     program = verify(log.run("place_dropout", divided, lambda: place_dropout(divided, options.parts(mesh), witness)))
     cones = log.run("detect", program, lambda: detect(program))
     given: Any = {"vocab_parallel": options.vocab_parallel, "held": held}
@@ -254,6 +254,18 @@ def refuse_division(program: Program, mesh: Mesh, microbatches: int, call: str) 
             else "a loss that is a sum or a mean over tokens"
         )
         raise Refused(program.undivided, at=f"{call}(dp={mesh.dp}, microbatches={microbatches})", source=caller(), fix=f"{fix}, or {other}")
+
+
+def refuse_other_path(program: Program, tensors: Mapping[str, Tensor], rows: int, mesh: Mesh, microbatches: int, call: str) -> None:
+    """Raise Refused where a batch of so many rows is divided that one device would compute in another way than its parts."""
+    parts = mesh.dp * microbatches
+    if parts > 1 and (condition := other_path(program.witness or program, tensors, rows)):
+        raise Refused(
+            f"the model does not do for {rows} rows what it does for {rows // parts}, for which it takes {condition} for granted",
+            at=call,
+            source=caller(),
+            fix="use dp=1 and microbatches=1, or a model that does the same for any number of rows",
+        )
 
 
 def sizes_of(program: Program, batch: Mapping[str, Any]) -> dict[Symbol, int]:

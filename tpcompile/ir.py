@@ -95,6 +95,7 @@ class Program:
     random: bool = False  # takes the extra int64 input `rng_key`: mixed seed and step, which part of the rows it is, of how many
     sites: Mapping[str, int] = field(default_factory=dict)  # random operation → its place in the order in which the model ran them
     guards: Guards | None = None  # None: a program that no capture made
+    witness: Program | None = None  # of the same model for more rows, where this one was captured for a single row
     notes: tuple[str, ...] = ()  # what the capture left out, in words
 
     def nodes(self) -> Mapping[str, fx.Node]:

@@ -28,7 +28,7 @@ def along(op: Op, name: str = "dim", outputs: int = 1) -> str:
     """Works along dimensions, which stay whole; other operands are scalars."""
     text = letters(op, 0)
     others = ", *" * (len(op.ins) - 1)
-    return f"{letters(op, 0, never=op.dims(name))}{others} -> {', '.join([text] * outputs)}"
+    return f"{letters(op, 0, never=op.dims(name) or range(op.rank(0)))}{others} -> {', '.join([text] * outputs)}"
 
 
 def reduced(op: Op, *, never: bool = False, outputs: int = 1) -> str:

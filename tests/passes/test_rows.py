@@ -179,6 +179,8 @@ MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "transformed over the rows": (lambda x, ids, weight: torch.fft.fft(x, dim=0).real, "aten.fft_fft.default needs this dimension whole"),
     "every row but one": (lambda x, ids, weight: x[1:], "aten.slice.Tensor needs this dimension whole"),
     "divided by the number of rows": (lambda x, ids, weight: x / x.shape[0], COUNTED),
+    "a number of rows that is no size": (lambda x, ids, weight: x / int(x.shape[0]), "the model takes 2 rows for granted"),
+    "rolled over everything": (lambda x, ids, weight: x.roll(1), "aten.roll.default needs this dimension whole"),
     "filled with the number of rows": (lambda x, ids, weight: x + torch.full((x.shape[0], 1, 1), x.shape[0]), COUNTED),
     "divided by the number of the chosen": (lambda x, ids, weight: x[ids == 1] / x[ids == 1].shape[0], COUNTED),
     "divided by a number of all rows": (lambda x, ids, weight: x / ids.sum().item(), "it sums over the rows"),

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpcompile.driver import Compilation, Options, check_dropout, check_outputs, lower, refuse_division
+from tpcompile.driver import Compilation, Options, check_dropout, check_outputs, lower, refuse_division, refuse_other_path
 from tpcompile.errors import InputError, Refused, TpcompileError, caller
+from tpcompile.ir import Program
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import matches
 from tpcompile.passes.emit import RankProgram
@@ -104,6 +105,7 @@ class Compiled:
         self._division = Division.of(mesh, options.microbatches, options.split_batches)
         self._compilations: list[Compilation] = []
         self._captures: list[Capture] = []  # of the same numbers, once they run
+        self._checked: set[tuple[object, ...]] = set()  # the sizes of batches whose parts go the whole batch's way
         self._engine: Engine | None = None
         self._program: RankProgram | None = None
 
@@ -251,10 +253,20 @@ class Compiled:
         capture = self._captures[found]
         inputs = capture.program.inputs
         tensors = batches.flatten(batch, inputs, call)
-        batches.check_rows(batches.rows_of(tensors, inputs, call), division, call)
+        held = batches.rows_of(tensors, inputs, call)
+        batches.check_rows(held, division, call)
+        self._check_path(capture.program, tensors, held or 0, microbatches, call)
         replica = engine.groups.coordinates["dp"] if division.replicas > 1 else 0
         rows = batches.part(tensors, {name: i.batch_dim for name, i in inputs.items()}, replica, division.replicas)
         return capture, batches.to_device(rows, engine.groups.device)
+
+    def _check_path(self, program: Program, tensors: Mapping[str, Tensor], held: int, microbatches: int, call: str) -> None:
+        """Whether one device would take the capture's way for the whole batch; for every size but once."""
+        sizes = (id(program), microbatches, *(tuple(tensor.shape) for tensor in tensors.values()))
+        if sizes not in self._checked:
+            rows = held if self.options.split_batches else held * self.mesh.dp
+            refuse_other_path(program, tensors, rows, self.mesh, microbatches, call)
+            self._checked.add(sizes)
 
     def _adopted(self, engine: Engine, number: int) -> Capture:
         """A later capture, running with the parameters of the first."""

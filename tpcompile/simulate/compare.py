@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile.collectives import held_by, mix, take
-from tpcompile.driver import Compilation, Options, check_dropout, check_outputs, lower, refuse_division
+from tpcompile.driver import Compilation, Options, check_dropout, check_outputs, lower, refuse_division, refuse_other_path
 from tpcompile.errors import InputError, caller
 from tpcompile.ir import Program
 from tpcompile.layout import TensorType
@@ -97,10 +97,13 @@ def _lower(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], options: Opti
     part = batches.example(batch, division)
     compilation = lower(model, mesh, part, options)
     inputs, call = compilation.program.inputs, batches.describe("check", batch).removeprefix("compiled.")
-    batches.check_rows(batches.rows_of(flatten(compilation.program, batch), inputs, call), division, call)
+    tensors = flatten(compilation.program, batch)
+    rows = batches.rows_of(tensors, inputs, call)
+    batches.check_rows(rows, division, call)
     if compilation.program.loss is None:
         compilation = lower(model, mesh, part, replace(options, loss=weighted_sum))
     refuse_division(compilation.program, mesh, options.microbatches, "check")
+    refuse_other_path(compilation.program, tensors, rows or 0, mesh, options.microbatches, call)
     return compilation
 
 
