@@ -13,8 +13,8 @@ from tpcompile.simulate import compare
 FORMULAS = {  # per micro-batch: all-reduces forward and backward of L layers; a cut vocabulary's table, head and loss
     ("llama", False): ("2·L·m", "2·L·m"),
     ("llama", True): ("m·(2·L + 4)", "m·(2·L + 1)"),
-    ("neox", False): ("L·m", "2·L·m"),  # attention and MLP side by side, each behind a norm of its own
-    ("neox", True): ("m·(L + 4)", "m·(2·L + 1)"),
+    ("neox", False): ("L·m", "5·L·m"),  # attention and MLP side by side, each behind a norm whose weight and bias enter with the stream
+    ("neox", True): ("m·(L + 4)", "m·(5·L + 1)"),
     ("gpt", False): ("2·L·m", "2·L·m"),
     ("gpt", True): ("m·(2·L + 4)", "m·(2·L + 1)"),
 }
@@ -22,7 +22,7 @@ FORMULAS = {  # per micro-batch: all-reduces forward and backward of L layers; a
 
 @pytest.mark.parametrize(("name", "vocabulary"), FORMULAS)
 def test_all_reduces_of_a_layer(name: str, vocabulary: bool) -> None:
-    compilation = compiled(name, "tp=2", vocab_parallel=vocabulary)
+    compilation = compiled(name, "tp=2", vocab_parallel=vocabulary, sequence_parallel=False)
     (stage,) = compilation.stages
     rows = {(row.direction, row.call): row for row in calls(compilation, stage) if row.axis == "tp"}
     sizes = known(compilation, stage)
@@ -35,7 +35,7 @@ def test_all_reduces_of_a_layer(name: str, vocabulary: bool) -> None:
 
 def test_bytes_are_those_of_the_residual_stream() -> None:
     """A reduction is of b rows of s positions of the hidden size, 16 numbers of 8 bytes, for each of 2 layers' two regions."""
-    compilation = compiled("llama", "tp=2", vocab_parallel=False)
+    compilation = compiled("llama", "tp=2", vocab_parallel=False, sequence_parallel=False)
     (stage,) = compilation.stages
     (forward,) = [row for row in calls(compilation, stage) if (row.axis, row.direction) == ("tp", "forward")]
     assert formula(forward.bytes) == "256·L·b·m·s" and 256 == 2 * 16 * 8
@@ -45,14 +45,14 @@ def test_bytes_are_those_of_the_residual_stream() -> None:
 
 def test_a_cut_loss_sends_a_number_for_each_token() -> None:
     """Three times, of the type that the loss is computed in; beside the table's look-up, and the gathered scores that the model returns."""
-    compilation = compiled("gpt", "tp=2")
+    compilation = compiled("gpt", "tp=2", sequence_parallel=False)
     (stage,) = compilation.stages
     rows = {row.call: row for row in calls(compilation, stage) if (row.axis, row.direction) == ("tp", "forward")}
     sizes = known(compilation, stage)
     hidden, token = 20 * 8, 3 * 8
     assert value(rows["all_reduce"].bytes, sizes) == (hidden * (2 * 2 + 1) + token) * 8 * 6
     assert value(rows["all_gather"].bytes, sizes) == 40 // 2 * 8 * 8 * 6
-    alone = compiled("gpt", "tp=2", outputs="loss")
+    alone = compiled("gpt", "tp=2", outputs="loss", sequence_parallel=False)
     assert {row.call for row in calls(alone, alone.stages[0]) if (row.axis, row.direction) == ("tp", "forward")} == {"all_reduce"}
 
 
@@ -71,7 +71,7 @@ def test_what_is_printed_is_what_the_checker_moves() -> None:
 
 
 def test_stages_that_do_the_same_share_a_line() -> None:
-    lines = [line.split() for line in explain(compiled("gpt", "pp=2,tp=2", vocab_parallel=False)).splitlines()]
+    lines = [line.split() for line in explain(compiled("gpt", "pp=2,tp=2", vocab_parallel=False, sequence_parallel=False)).splitlines()]
     assert ["tp", "forward", "0–1", "all-reduce", "2·m", "4", "320·b·m·s", "15,360", "320·b·m·s·(2", "-", "2/tp)", "15,360"] in lines
     assert ["pp", "forward", "0", "send", "m", "2", "160·b·m·s", "7,680", "160·b·m·s", "7,680"] in lines
 

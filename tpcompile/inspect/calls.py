@@ -98,19 +98,19 @@ def _sum(parts: Mapping[str, Size]) -> Size:
 
 
 def layers_of(local: Local, stage: Stage) -> dict[str, str]:
-    """The layer of every value: of what prepares a value for its users, theirs; "" outside of layers."""
+    """The layer of every value: of what prepares a value for its users, or has no line of its own, theirs; "" outside of layers."""
     found: dict[str, str] = {}
 
-    def own(node: fx.Node) -> str:
+    def own(node: fx.Node) -> str | None:
         source = local.program.sources.get(local.origins.get(node.name, node.name))
-        return split_layer(source.path, local.program.layers)[0] if source else ""
+        return split_layer(source.path, local.program.layers)[0] if source else None
 
     for node in reversed(stage.graph.nodes):
         collective = collective_of(node) if node.op == "call_function" else None
         users = {found[user.name] for user in node.users if user.name in found}
         known = own(node)
         late = collective is not None and bool(collective.backward) and not collective.forward
-        found[node.name] = next(iter(users)) if len(users) == 1 and (late or not known) else known
+        found[node.name] = next(iter(users)) if len(users) == 1 and (late or known is None) else known or ""
     return found
 
 
