@@ -6,6 +6,7 @@ cut has, for a part of the rows, the part of its whole; an operation that mixes 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -20,6 +21,7 @@ from tpcompile.passes._alike import Alike
 from tpcompile.passes._offsets import Offsets
 from tpcompile.passes._orders import ROWS, Orders
 from tpcompile.passes._spans import counts_up
+from tpcompile.passes._sums import Sums
 from tpcompile.passes._varying import refuse_counts, refuse_growth
 from tpcompile.rules import RESHAPES, Op, argument, aten_names, forward, has_rule, no_rule, op_name, view_op
 
@@ -34,38 +36,37 @@ class Rows:
     broken: dict[fx.Node, str] = field(default_factory=dict)
     orders: Orders = field(default_factory=Orders)
     offsets: Offsets = field(default_factory=Offsets)
+    sums: Sums = field(default_factory=Sums)
     counting: set[fx.Node] = field(default_factory=set)  # 0, 1, 2, … along the rows: the row's own number
     symbols: frozenset[sympy.Symbol] = frozenset()
 
     @classmethod
-    def of(cls, program: Program) -> Rows:
-        """Carry the batch dimension forward through the whole graph."""
+    def of(cls, program: Program, accepted: Iterable[str] = ()) -> Rows:
+        """Carry the batch dimension forward through the whole graph. `accepted` are patterns of what may mix a micro-batch's rows."""
         symbols: set[sympy.Symbol] = set()
         for name, entry in program.inputs.items():
             kind = program.types[name]
             if entry.batch_dim is not None and isinstance(kind, TensorType):
                 symbols |= sympy.sympify(kind.shape[entry.batch_dim]).atoms(sympy.Symbol)
-        rows = cls(program, alike=Alike(program), symbols=frozenset(symbols))
+        rows = cls(program, alike=Alike(program), symbols=frozenset(symbols), sums=Sums(tuple(accepted)))
         for node in program.graph.nodes:
             try:
                 rows.visit(node)
             except LayoutError as error:
-                rows.broken[node] = str(error)
+                if rows.sums.accept(node, program):
+                    rows.layouts[node] = tuple(whole(*kind.shape) for kind in rows.kinds(node))
+                else:
+                    rows.broken[node] = str(error)
         return rows
 
-    @classmethod
-    def trusted(cls, program: Program) -> Rows:
-        """Rows that are known to be kept apart: only which values depend on them is found."""
-        rows = cls(program, Alike(program))
-        tainted = {name for name, entry in program.inputs.items() if entry.batch_dim is not None}
-        for node in program.graph.nodes:
-            if node.name in tainted or any(operand.name in tainted for operand in node.all_input_nodes):
-                tainted.add(node.name)
-                rows.layouts[node] = (Layout((_rows(1),)),)
-        return rows
+    def kinds(self, node: fx.Node) -> tuple[TensorType, ...]:
+        kind = self.program.types.get(node.name)
+        return (kind,) if isinstance(kind, TensorType) else kind if isinstance(kind, tuple) else ()
 
     def visit(self, node: fx.Node) -> None:
         kind = self.program.types.get(node.name)
+        if node.op != "output":
+            self.sums.look(node, self.program)
         if node.op == "placeholder" and isinstance(kind, TensorType):
             entry = self.program.inputs.get(node.name)
             at = entry.batch_dim if entry else None
@@ -77,6 +78,7 @@ class Rows:
             self.inherit(node, [parent])  # type: ignore[list-item]
             self.layouts[node] = (self.layouts[parent][index],)  # type: ignore[index]
             self.orders.item(node, parent, index)  # type: ignore[arg-type]
+            self.sums.item(node, parent)  # type: ignore[arg-type]
         elif node.op == "call_function" and isinstance(kind, (TensorType, tuple)):
             kinds = (kind,) if isinstance(kind, TensorType) else kind
             self.inherit(node, node.all_input_nodes)
@@ -93,6 +95,8 @@ class Rows:
 
     def call(self, node: fx.Node, kinds: tuple[TensorType, ...]) -> tuple[Layout, ...]:
         op = view_op(node, self.program.types)
+        if (known := self.sums.call(op, self)) is not None:
+            return known
         if not op.operands:
             return self.created(node, kinds)
         if op.name == "aten.index.Tensor" and (layout := self.looked_up(node)) is not None:
@@ -108,7 +112,9 @@ class Rows:
             raise LayoutError(no_rule(op))
         made = self.forward(op)
         if any(layout.partial for layout in made):
-            raise LayoutError("it sums over the rows")
+            if any(layout.is_cut for layout in made):
+                raise LayoutError("rows meet other rows")
+            return self.sums.start(op, self)
         layouts = tuple(self.spread(layout, kind) if op.name in BROADCASTS else layout for layout, kind in zip(made, kinds, strict=True))
         if any(sum(bool(cut_factors(dim)) for dim in layout.dims) > 1 for layout in layouts):
             raise LayoutError("rows meet other rows")
@@ -193,8 +199,12 @@ class Rows:
         first = node
         while any(operand in self.broken for operand in first.all_input_nodes):
             first = next(operand for operand in first.all_input_nodes if operand in self.broken)
-        source: object = self.program.sources.get(first.name, "")
-        return f"{op_name(first)}{f' at {source}' if source else ''}: {self.broken[first]}"
+        return f"{self.at(first)}: {self.broken[first]}"
+
+    def at(self, node: fx.Node) -> str:
+        """An operation and the user's line."""
+        source = self.program.sources.get(node.name)
+        return f"{op_name(node)}{f' at {source}' if source else ''}"
 
 
 PLAIN = aten_names("expand.default to.dtype to.dtype_layout to.device slice.Tensor contiguous.default clone.default")

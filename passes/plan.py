@@ -297,7 +297,7 @@ class _Chooser:
                 self.cut_alone(view_op(node, self.program.types), wish)
         for pattern, wish in self.overrides.items():
             if wish not in ("whole", "cut", "column", "row"):
-                fix = 'use "whole", "cut", "column" or "row"'
+                fix = 'use "whole", "cut", "column", "row" or "per micro-batch"'
                 raise InputError(f"overrides[{pattern!r}] is {wish!r}", at="compile(overrides=…)", source=user_line(), fix=fix)
             if pattern not in self.matched:
                 known = ", ".join(sorted({region.name for region in self.regions})) or "none"

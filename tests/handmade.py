@@ -59,11 +59,12 @@ class Second(nn.Module):
         super().__init__()
         self.embed = nn.Embedding.from_pretrained(model.embed.weight.detach().clone(), freeze=False)
 
-    def forward(self, z: Tensor, *, labels: Tensor | None = None, count_0: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(self, z: Tensor, *, labels: Tensor | None = None, **counts: Tensor) -> tuple[Tensor, ...]:
         logits = F.linear(z, self.embed.weight)
         if labels is None:
             return (logits,)
-        return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), reduction="sum") / count_0, logits
+        total = F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), reduction="sum")
+        return total / counts["count_0"] * counts["replicas"], logits
 
 
 class Both(nn.Module):
@@ -91,7 +92,7 @@ def program(model: Tied, static: int | None, labels: bool, random: bool) -> Prog
     """`static`: the sequence length that capture fixed; None: dynamic."""
     dtype, s = model.embed.weight.dtype, static or S
     graph = fx.Graph()
-    names = [*PARAMETERS, "input_ids", *(["labels", "count_0"] if labels else [])]
+    names = [*PARAMETERS, "input_ids", *(["labels", "count_0", "replicas"] if labels else [])]
     node = {name: graph.placeholder(name) for name in names}
     x = graph.call_function(F.embedding, (node["input_ids"], node["p_embed"]))
     z = graph.call_function(torch.tanh, (graph.call_function(F.linear, (x, node["p_mix_weight"], node["p_mix_bias"])),))
@@ -99,8 +100,10 @@ def program(model: Tied, static: int | None, labels: bool, random: bool) -> Prog
     types = {"input_ids": TensorType(torch.int64, (B, s)), made["logits"].name: TensorType(dtype, (B, s, VOCABULARY))}
     if labels:
         total = graph.call_function(F.cross_entropy, (made["logits"], node["labels"]), {"reduction": "sum"})
-        made = {"loss": graph.call_function(torch.div, (total, node["count_0"])), **made}
-        types |= {"labels": TensorType(torch.int64, (B, s)), "count_0": TensorType(dtype, ()), made["loss"].name: TensorType(dtype, ())}
+        mean = graph.call_function(torch.div, (total, node["count_0"]))
+        made = {"loss": graph.call_function(torch.mul, (mean, node["replicas"])), **made}
+        scalars = ("count_0", "replicas", made["loss"].name)
+        types |= {"labels": TensorType(torch.int64, (B, s)), **dict.fromkeys(scalars, TensorType(dtype, ()))}
     graph.output(tuple(made.values()))
     inputs = {name: Input(name, 0) for name in ("input_ids", "labels") if name in node}
     return Program(
@@ -117,7 +120,7 @@ def program(model: Tied, static: int | None, labels: bool, random: bool) -> Prog
         out_spec=pytree.tree_structure(dict.fromkeys(made, 0)),
         loss=made["loss"].name if labels else None,
         outputs=tuple(value.name for value in made.values()),
-        counts=(Count("count_0", _count()),) if labels else (),
+        counts=(Count("count_0", _count()), Count("replicas", None)) if labels else (),
         random=random,
     )
 
@@ -130,7 +133,7 @@ def _count() -> fx.Graph:
 
 
 def stages(program: Program, pp: int, dtype: torch.dtype) -> tuple[Stage, ...]:
-    inputs = tuple(name for name in ("labels", "count_0") if program.loss)
+    inputs = tuple(name for name in ("labels", "count_0", "replicas") if program.loss)
     if pp == 1:
         return (Stage(0, program.graph, (), (), ("input_ids", *inputs), PARAMETERS, {}, ()),)
     s = program.types["input_ids"].shape[1]

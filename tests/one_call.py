@@ -28,7 +28,7 @@ class Operand:
     """A tensor in an example's arguments: random numbers of a kind, the same every time."""
 
     shape: tuple[int, ...]
-    kind: str = "float"  # "float", "single", "positive", "fixed", "complex", "bool", "every", "int", or "given"
+    kind: str = "float"  # "single", "positive", "unit", "signs", "fixed", "complex", "bool", "every", "int", or "given"
     high: int = 2  # for whole numbers
     low: int = 0
     given: tuple[int, ...] = ()
@@ -46,6 +46,10 @@ class Operand:
                 return torch.rand(self.shape, generator=generator) > 0.4
             case "every":
                 return torch.ones(self.shape, dtype=torch.bool)
+            case "signs":
+                return torch.where(torch.rand(self.shape, generator=generator) > 0.5, 1.0, -1.0).double()
+            case "unit":
+                return torch.rand(self.shape, generator=generator, dtype=torch.float64) * 0.8 + 0.1
             case "complex":
                 return torch.view_as_complex(torch.randn((*self.shape, 2), generator=generator, dtype=torch.float64))
         value = torch.randn(self.shape, generator=generator, dtype=torch.float64)
@@ -66,6 +70,16 @@ def f(*shape: int) -> Operand:
 
 def pos(*shape: int) -> Operand:
     return Operand(shape, "positive")
+
+
+def unit(*shape: int) -> Operand:
+    """Between 0.1 and 0.9: probabilities."""
+    return Operand(shape, "unit")
+
+
+def signs(*shape: int) -> Operand:
+    """1 and -1, as numbers that no gradient reaches."""
+    return Operand(shape, "signs")
 
 
 def fixed(*shape: int) -> Operand:
@@ -133,7 +147,7 @@ class Call:
                 node = graph.placeholder(f"x{len(values)}")
                 values[node.name] = argument.make(len(values))
                 types[node.name] = type_of(values[node.name])
-                fixed.update([node.name] if argument.kind == "fixed" else [])
+                fixed.update([node.name] if argument.kind in ("fixed", "signs") else [])
                 return node
             if isinstance(argument, (tuple, list)):
                 return type(argument)(placed(item) for item in argument)

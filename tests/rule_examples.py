@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from one_call import Example, e, ends, every, f, fixed, i, m, pos, single, z
+from one_call import Example, e, ends, every, f, fixed, i, m, pos, signs, single, unit, z
 
 OVER_PLACES = [e(f(3, 5, 4), i(3, 4, high=5), None, reduction) for reduction in (0, 1, 2)]
 
@@ -16,6 +16,8 @@ OVER_CLASSES = [
     for reduction in (0, 1, 2)
     for smoothing in (0.0, 0.3)
 ]
+PROBABLE = [e(f(3, 5), unit(3, 5), None, reduction, -100, 0.1) for reduction in (0, 1, 2)]
+PER_ELEMENT = [e(f(3, 4), f(3, 4), reduction) for reduction in (0, 1, 2)]
 
 EXAMPLES: Mapping[str, list[Example]] = {
     "aten._grouped_mm.default": [e(single(6, 12), single(2, 12, 24), ends(2, 6))],
@@ -35,6 +37,16 @@ EXAMPLES: Mapping[str, list[Example]] = {
         e(f(4, 3, 5), pos(3), f(3), None, None, True, 0.1, 1e-5, False),
         e(f(4, 3), None, None, fixed(3), fixed(3), False, 0.1, 1e-5, False),
     ],
+    "aten.binary_cross_entropy.default": [
+        e(unit(3, 4), unit(3, 4), fixed(3, 4), 0),
+        e(unit(3, 4), unit(3, 4), None, 1),
+        e(unit(3, 4), unit(3, 4), None, 2),
+    ],
+    "aten.binary_cross_entropy_with_logits.default": [
+        e(f(3, 4), unit(3, 4), fixed(4), fixed(3, 1), 0),
+        e(f(3, 4), unit(3, 4)),
+        e(f(3, 4), unit(3, 4), None, fixed(4), 2),
+    ],
     "aten.bincount.default": [e(i(6, high=4))],
     "aten.bmm.default": [e(f(3, 4, 5), f(3, 5, 6))],
     "aten.cat.default": [e([f(3, 4), f(3, 5)], -1), e([f(3, 4), f(2, 4)])],
@@ -44,7 +56,14 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.conv1d.padding": [e(f(3, 4, 9), f(5, 4, 3), f(5), [1], "same"), e(f(3, 4, 9), f(4, 1, 3), f(4), [1], "valid", [1], 4)],
     "aten.conv2d.default": [e(f(2, 3, 6, 7), f(4, 3, 2, 3), f(4)), e(f(2, 3, 6, 7), f(3, 1, 2, 3), None, [1, 1], [0, 0], [1, 1], 3)],
     "aten.conv2d.padding": [e(f(2, 3, 6, 7), f(4, 3, 3, 3), f(4), [1, 1], "same")],
-    "aten.cross_entropy_loss.default": [e(f(3, 5), i(3, high=5)), e(f(3, 5), i(3, high=5), fixed(5), 0), *OVER_PLACES, *OVER_CLASSES],
+    "aten.cosine_embedding_loss.default": [e(f(3, 5), f(3, 5), signs(3), 0.1, reduction) for reduction in (0, 1, 2)],
+    "aten.cross_entropy_loss.default": [
+        e(f(3, 5), i(3, high=5)),
+        e(f(3, 5), i(3, high=5), fixed(5), 0),
+        *OVER_PLACES,
+        *OVER_CLASSES,
+        *PROBABLE,
+    ],
     "aten.cummax.default": [e(f(3, 4), 1)],
     "aten.cumprod.default": [e(f(3, 4), 0)],
     "aten.cumsum.default": [e(f(3, 4), -1)],
@@ -57,7 +76,9 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.flip.default": [e(f(3, 4, 5), [0, 2])],
     "aten.gather.default": [e(f(3, 4), 1, i(3, 2, high=4)), e(f(3, 4), 0, i(2, 4, high=3))],
     "aten.group_norm.default": [e(f(3, 4, 5), 2, f(4), f(4)), e(f(3, 4, 5), 2)],
+    "aten.hinge_embedding_loss.default": [e(f(3, 4), signs(3, 4), 1.0, reduction) for reduction in (0, 1, 2)],
     "aten.histc.default": [e(f(3, 4), 5, -2, 2)],
+    "aten.huber_loss.default": PER_ELEMENT,
     "aten.index.Tensor": [
         e(f(3, 4, 5), [i(2, high=3)]),
         e(f(3, 4, 5), [None, i(2, 6, high=4)]),
@@ -78,11 +99,14 @@ EXAMPLES: Mapping[str, list[Example]] = {
         e(f(5, 4, 6), [None, i(3, high=4), i(2, 1, high=6)], f(5, 2, 3), True),
     ],
     "aten.index_select.default": [e(f(3, 4, 5), 1, i(2, high=4)), e(f(3, 4), -2, i(5, high=3))],
+    "aten.kl_div.default": [e(f(3, 4), unit(3, 4), 0), e(f(3, 4), f(3, 4), 1, log_target=True), e(f(3, 4), unit(3, 4), 2)],
+    "aten.l1_loss.default": PER_ELEMENT,
     "aten.layer_norm.default": [e(f(3, 4), [4], f(4), f(4)), e(f(2, 3, 4), [3, 4], f(3, 4)), e(f(3, 4), [4])],
     "aten.linalg_vector_norm.default": [e(f(3, 4), 2, [-1]), e(f(3, 4), 2, None), e(f(3, 4), 1, [0], True)],
     "aten.linear.default": [e(f(2, 3, 4), f(5, 4), f(5)), e(f(3, 4), f(5, 4)), e(f(4), f(5, 4), f(5))],
     "aten.log_softmax.int": [e(f(3, 4), -1), e(f(3, 4), 0)],
     "aten.logsumexp.default": [e(f(3, 4, 5), [1]), e(f(3, 4), [0], True)],
+    "aten.margin_ranking_loss.default": [e(f(3, 4), f(3, 4), signs(3, 4), 0.1, reduction) for reduction in (0, 1, 2)],
     "aten.masked_fill.Tensor": [e(f(3, 4), m(4), f())],
     "aten.matmul.default": [
         e(f(3, 4), f(4, 5)),
@@ -105,13 +129,14 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.min.dim": [e(f(3, 4), 1)],
     "aten.mm.default": [e(f(3, 4), f(4, 5))],
     "aten.movedim.int": [e(f(2, 3, 4), 0, 2), e(f(2, 3, 4), -1, 0)],
-    "aten.mse_loss.default": [e(f(3, 4), f(3, 4))],
+    "aten.mse_loss.default": PER_ELEMENT,
     "aten.new_empty.default": [e(f(3, 4), [5, 6])],
     "aten.new_full.default": [e(f(3, 4), [5, 6], 2.0)],
     "aten.new_ones.default": [e(f(3, 4), [5, 6])],
     "aten.new_zeros.default": [e(f(3, 4), [3, 4])],
     "aten.mT.default": [e(f(2, 3, 4)), e(f(3, 4))],
     "aten.mv.default": [e(f(3, 4), f(4))],
+    "aten.nll_loss_nd.default": [e(f(3, 5), i(3, high=5), fixed(5), 0), e(f(3, 5, 4), i(3, 4, high=5), None, 0), e(f(3, 5), i(3, high=5))],
     "aten.numpy_T.default": [e(f(2, 3, 4))],
     "aten.one_hot.default": [e(i(3, 2, high=4), 5)],
     "aten.outer.default": [e(f(3), f(4))],
@@ -122,6 +147,7 @@ EXAMPLES: Mapping[str, list[Example]] = {
         e(f(3, 4, 5), [0, 0, 0, 2]),
     ],
     "aten.permute.default": [e(f(2, 3, 4), [2, 0, 1]), e(f(2, 3, 4), [0, -1, 1])],
+    "aten.poisson_nll_loss.default": [e(f(3, 4), pos(3, 4), True, False, 1e-8, reduction) for reduction in (0, 1, 2)],
     "aten.prod.dim_int": [e(f(3, 4), 1), e(f(3, 4), -2, True)],
     "aten.repeat.default": [e(f(3, 4), [1, 2]), e(f(3, 4), [2, 1, 1]), e(f(3, 4), [3, 2, 2])],
     "aten.repeat_interleave.self_int": [e(f(2, 3, 4), 2, 1), e(f(2, 4, 3), 3, -2)],
@@ -149,6 +175,8 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.select_scatter.default": [e(f(3, 4, 5), f(3, 5), 1, 2), e(f(3, 4), f(4), 0, 1)],
     "aten.slice.Tensor": [e(f(3, 4, 5), 1, 1, 3), e(f(3, 6), -1, 0, 9, 2), e(f(3, 4), 0, 0, 9)],
     "aten.slice_scatter.default": [e(f(3, 4), f(3, 2), 1, 1, 3), e(f(3, 4), f(2, 4), 0, 0, 2)],
+    "aten.smooth_l1_loss.default": PER_ELEMENT,
+    "aten.soft_margin_loss.default": [e(f(3, 4), signs(3, 4), reduction) for reduction in (0, 1, 2)],
     "aten.softmax.int": [e(f(3, 4), -1), e(f(3, 4), 0)],
     "aten.sort.default": [e(f(3, 4))],
     "aten.stack.default": [e([f(3, 4), f(3, 4)]), e([f(3, 4), f(3, 4), f(3, 4)], -1), e([f(3, 4), f(3, 4)], 1)],
@@ -158,6 +186,7 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.topk.default": [e(f(3, 4), 2), e(f(3, 4), 2, 0)],
     "aten.swapaxes.default": [e(f(2, 3, 4), 0, -1)],
     "aten.transpose.int": [e(f(2, 3, 4), 0, -1), e(f(2, 3, 4), 1, 2)],
+    "aten.triplet_margin_loss.default": [e(f(3, 5), f(3, 5), f(3, 5), 1.0, 2.0, 1e-6, False, reduction) for reduction in (0, 1, 2)],
     "aten.unfold.default": [e(f(3, 7), 1, 3, 2), e(f(7, 3), 0, 2, 1)],
     "aten.tril.default": [e(f(2, 3, 4)), e(f(3, 4), -1)],
     "aten.triu.default": [e(f(2, 3, 4), 1)],

@@ -178,7 +178,8 @@ def test_labels_missing() -> None:
 
 def test_overrides_that_fit_nothing() -> None:
     assert message(lambda: tpcompile.compile(gpt(), "tp=2", batch(), overrides={"blocks.*.mlp": "split"})) == (
-        'overrides[\'blocks.*.mlp\'] is \'split\'\n  at   compile(overrides=…)\n  from here\n  fix  use "whole", "cut", "column" or "row"'
+        "overrides['blocks.*.mlp'] is 'split'\n  at   compile(overrides=…)\n  from here\n"
+        '  fix  use "whole", "cut", "column", "row" or "per micro-batch"'
     )
     text = message(lambda: tpcompile.compile(gpt(1), "tp=2", batch(), overrides={"block.*": "whole"}))
     assert text == (

@@ -30,8 +30,9 @@ def test_the_checker(device: str) -> None:
 def test_an_emitted_program(device: str) -> None:
     model, batch = made(device)
     program = lower(model, Mesh(), batch, Options()).rank_program(model, 0, device)
-    counts = {name: torch.tensor(float(batch["labels"].numel()), dtype=torch.float64, device=device) for name in program.stages[0].inputs}
-    loss = program.module(**{name: batch.get(name, counts[name]) for name in program.stages[0].inputs})[0]
+    counts = {"loss_count_0": float(batch["labels"].numel()), "replicas": 1.0}
+    given = batch | {name: torch.tensor(count, dtype=torch.float64, device=device) for name, count in counts.items()}
+    loss = program.module(**{name: given[name] for name in program.stages[0].inputs})[0]
     loss.backward()
     expected = model(**batch)["loss"]
     expected.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,9 @@ from tpcompile.text import text
 from tpcompile.verify import verify
 
 Made = TypeVar("Made")
+
+ACCEPTED = "per micro-batch"
+"""The override of what may mix the rows of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +171,14 @@ def lower_captured(
     normal = verify(log.run("normalize", captured, lambda: normalize(captured, options.dropout)))
     _refuse_random(normal, mesh)
     witness = _witness(model, batch, normal, options, mesh)
+    accepted = [name for name, wish in options.overrides.items() if wish == ACCEPTED]
     needed = verify(log.run("keep_loss", normal, lambda: keep_loss(normal))) if options.outputs == "loss" else normal
-    divided = verify(log.run("divide_loss", needed, lambda: replace(divide_loss(needed, witness), witness=witness)))
+    divided = verify(log.run("divide_loss", needed, lambda: replace(divide_loss(needed, witness, accepted), witness=witness)))
     program = verify(log.run("place_dropout", divided, lambda: place_dropout(divided, options.parts(mesh), witness)))
+    wishes = {name: wish for name, wish in options.overrides.items() if wish != ACCEPTED}
     cones = log.run("detect", program, lambda: detect(program))
     given: Any = {"vocab_parallel": options.vocab_parallel, "held": held}
-    chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, options.overrides, **given))
+    chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, wishes, **given))
     sharded = verify(log.run("propagate", program, lambda: propagate(program, chosen, "tp", mesh.tp)))
     _refuse_whole_draws(sharded)
     delayed = verify(log.run("delay", sharded, lambda: delay(sharded)))
@@ -251,7 +257,7 @@ def refuse_division(program: Program, mesh: Mesh, microbatches: int, call: str) 
         other = (
             "put what learns from a batch's statistics into eval mode"
             if program.update_reason
-            else "a loss that is a sum or a mean over tokens"
+            else f"a loss that is linear in sums and means over rows, or overrides={_accepting(program)} to take micro-batches' mean"
         )
         raise Refused(program.undivided, at=f"{call}(dp={mesh.dp}, microbatches={microbatches})", source=caller(), fix=f"{fix}, or {other}")
 
@@ -266,6 +272,12 @@ def refuse_other_path(program: Program, tensors: Mapping[str, Tensor], rows: int
             source=caller(),
             fix="use dp=1 and microbatches=1, or a model that does the same for any number of rows",
         )
+
+
+def _accepting(program: Program) -> str:
+    """The override that accepts what keeps a loss from being divided."""
+    line = re.search(r" at (\S+:\d+)", program.loss_reason)
+    return f'{{"{line[1] if line else "*"}": "{ACCEPTED}"}}'
 
 
 def sizes_of(program: Program, batch: Mapping[str, Any]) -> dict[Symbol, int]:

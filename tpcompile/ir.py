@@ -45,10 +45,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Count:
-    """A weight sum N that a mean loss divides by: the graph takes it as an extra scalar input named `name`.
+    """A number N of the whole batch that its loss is computed with: a part of the batch takes it as an extra input named `name`.
 
-    `graph` computes N from the batch alone: its placeholders are a subset of the program's inputs and buffers, by the same names.
-    The sum of its values over replicas is N of the whole batch. Without a graph N is 1: the loss is a plain sum over rows.
+    `graph` computes a part's share of N from the part alone: its placeholders are a subset of the program's inputs, buffers and
+    constants, by the same names. N is the sum over all micro-batches of all replicas, rounded once to the type of the extra input.
+    Without a graph N is the number of replicas, over which the engine averages.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Program:
     loss: str | None  # the node that is the scalar loss
     outputs: tuple[str | None, ...] = ()  # the node of every leaf of out_spec; None for a leaf that is no tensor
     output_constants: Mapping[int, Any] = field(default_factory=dict)  # leaves that are no tensors
-    counts: tuple[Count, ...] = ()  # divisors of mean losses, taken as extra inputs
+    counts: tuple[Count, ...] = ()  # what the loss needs to know of the whole batch, taken as extra inputs
     updates: tuple[str, ...] = ()  # qualified names of the buffers that forward gives a new value, which ends the graph's output
     loss_reason: str = ""  # why the loss of a batch is not the sum of its micro-batches' losses; "" when it is
     update_reason: str = ""  # why a buffer's value after a batch is not the one after any of its micro-batches; "" when it is

@@ -280,19 +280,36 @@ def convolution(op: Op, spatial: int) -> str:
     return f"b C! {places}, O! I! {window}{bias} -> b P! {places}"
 
 
+def elements(op: Op, *tails: str) -> str:
+    """A loss for each element, broadcast together; `tails` are the letters of each operand behind the elements' own."""
+    ends = [*tails, *[""] * (len(op.ins) - len(tails))]
+    ranks = [op.rank(i) - len(end.split()) for i, end in enumerate(ends)]
+    names = " ".join(string.ascii_lowercase[: max(ranks)])
+    ins = [f"{last(names, rank)} {end}".strip() for rank, end in zip(ranks, ends, strict=True)]
+    return f"{', '.join(ins)} -> {names}"
+
+
 def cross_entropy(op: Op, *, cut: bool = False) -> str:
-    """Scores [n, classes, …] and labels [n, …]: without a reduction one loss for each label, which rows may share out.
+    """Scores [n, classes, …] and labels [n, …], or probabilities like the scores: a loss for each place, which rows may share out.
 
     Where a cut of the classes ends here, weights of classes are whole.
     """
-    if op.rank(0) < 2 or op.rank(1) != op.rank(0) - 1:
+    probabilities = op.ins[1].dtype.is_floating_point
+    if op.rank(0) < 2 or op.rank(1) != op.rank(0) - (not probabilities) or (cut and probabilities):
         raise LayoutError("a cross-entropy of labels that are not one for each row of [rows, classes, …]")
     names = [letter for letter in letters(op, 0).split() if letter != "b"]
-    apart = op.argument("reduction", 1) == 0
-    places = names if apart else [f"{letter}!" for letter in names]
+    scores = [names[0], "b" if cut else "b!", *names[1:]]
     weight = (", *" if cut else ", b!") * (len(op.ins) - 2)
-    scores = [places[0], "b" if cut else "b!", *places[1:]]
-    return f"{' '.join(scores)}, {' '.join(places)}{weight} -> {' '.join(names) if apart else ''}"
+    return f"{' '.join(scores)}, {' '.join(scores if probabilities else names)}{weight} -> {' '.join(names)}"
+
+
+def loss(op: Op, text: str) -> str:
+    """A loss function by its `reduction`: 0 gives what the text says; a mean or a sum needs all elements."""
+    if op.argument("reduction", 1) == 0:
+        return text
+    ins, out = text.split("->")
+    parts = [" ".join(f"{word}!" if word in out.split() else word for word in part.split()) for part in ins.split(",")]
+    return f"{', '.join(parts)} ->"
 
 
 def looked_up(op: Op) -> str:

@@ -44,6 +44,7 @@ from tpcompile.rule_texts import (
     cross_entropy,
     difference,
     einsum,
+    elements,
     exchanged,
     gathered,
     index_selected,
@@ -51,6 +52,7 @@ from tpcompile.rule_texts import (
     last,
     letters,
     looked_up,
+    loss,
     moved,
     normed,
     padded,
@@ -100,6 +102,8 @@ RULES: Mapping[str, Rule] = {
     "aten.avg_pool3d.default": lambda op: resized(op, 3),
     "aten.baddbmm.default": lambda op: f"{last('b m n', op.rank(0))}, b m k, b k n -> b m n",
     "aten.batch_norm.default": lambda op: batch_normed(op),
+    "aten.binary_cross_entropy.default": lambda op: loss(op, elements(op)),
+    "aten.binary_cross_entropy_with_logits.default": lambda op: loss(op, elements(op)),
     "aten.bincount.default": "a! -> z!",
     "aten.bmm.default": "b m k, b k n -> b m n",
     "aten.chunk.default": lambda op: parted(op),
@@ -108,7 +112,8 @@ RULES: Mapping[str, Rule] = {
     "aten.conv1d.padding": lambda op: convolution(op, 1),
     "aten.conv2d.default": lambda op: convolution(op, 2),
     "aten.conv2d.padding": lambda op: convolution(op, 2),
-    "aten.cross_entropy_loss.default": lambda op: cross_entropy(op),
+    "aten.cosine_embedding_loss.default": lambda op: loss(op, elements(op, "z!", "z!")),
+    "aten.cross_entropy_loss.default": lambda op: loss(op, cross_entropy(op)),
     "aten.cummax.default": lambda op: along(op, outputs=2),
     "aten.cumprod.default": lambda op: along(op),
     "aten.cumsum.default": lambda op: along(op),
@@ -127,16 +132,21 @@ RULES: Mapping[str, Rule] = {
     "aten.flip.default": lambda op: along(op, "dims"),
     "aten.gather.default": lambda op: gathered(op),
     "aten.group_norm.default": lambda op: f"{letters(op, 0, never=range(1, op.rank(0)))}, *, * -> {letters(op, 0)}",
+    "aten.hinge_embedding_loss.default": lambda op: loss(op, elements(op)),
     "aten.histc.default": lambda op: f"{letters(op, 0, never=range(op.rank(0)))} -> z!",
+    "aten.huber_loss.default": lambda op: loss(op, elements(op)),
     "aten.im2col.default": lambda op: refolded(op),
     "aten.index.Tensor": lambda op: indexed(op),
     "aten.index_put.default": lambda op: put(op),
     "aten.index_select.default": lambda op: index_selected(op),
+    "aten.kl_div.default": lambda op: loss(op, elements(op)),
+    "aten.l1_loss.default": lambda op: loss(op, elements(op)),
     "aten.layer_norm.default": lambda op: normed(op),
     "aten.linalg_vector_norm.default": lambda op: reduced(op, never=True),
     "aten.linear.default": "... k, n k, n -> ... n",
     "aten.log_softmax.int": lambda op: along(op),
     "aten.logsumexp.default": lambda op: reduced(op, never=True),
+    "aten.margin_ranking_loss.default": lambda op: loss(op, elements(op)),
     "aten.masked_fill.Tensor": "..., ..., ... -> ...",
     "aten.matmul.default": lambda op: product_of_matrices(op),
     "aten.max.default": lambda op: scalar(op),
@@ -151,13 +161,14 @@ RULES: Mapping[str, Rule] = {
     "aten.min.dim": lambda op: reduced(op, never=True, outputs=2),
     "aten.mm.default": "m k, k n -> m n",
     "aten.movedim.int": lambda op: moved(op),
-    "aten.mse_loss.default": lambda op: f"{letters(op, 0, never=range(op.rank(0)))}, {letters(op, 0)} ->",
     "aten.mT.default": lambda op: permuted(op, [*range(op.rank(0) - 2), op.rank(0) - 1, op.rank(0) - 2]),
+    "aten.mse_loss.default": lambda op: loss(op, elements(op)),
     "aten.mv.default": "m k, k -> m",
     "aten.new_empty.default": lambda op: created(op),
     "aten.new_full.default": lambda op: created(op),
     "aten.new_ones.default": lambda op: created(op),
     "aten.new_zeros.default": lambda op: created(op),
+    "aten.nll_loss_nd.default": lambda op: loss(op, cross_entropy(op)),
     "aten.numpy_T.default": lambda op: permuted(op, list(reversed(range(op.rank(0))))),
     "aten.one_hot.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} Z!",
     "aten.outer.default": "m, n -> m n",
@@ -165,6 +176,7 @@ RULES: Mapping[str, Rule] = {
     "aten.permute.default": lambda op: permuted(op, op.dims("dims")),
     "aten.pixel_shuffle.default": lambda op: resized(op, 3),
     "aten.pixel_unshuffle.default": lambda op: resized(op, 3),
+    "aten.poisson_nll_loss.default": lambda op: loss(op, elements(op)),
     "aten.prelu.default": lambda op: f"{letters(op, 0)}, {'b' if op.ins[1].shape != (1,) else '1'} -> {letters(op, 0)}",
     "aten.prod.dim_int": lambda op: reduced(op, never=True),
     "aten.repeat.default": lambda op: tiled(op),
@@ -180,6 +192,8 @@ RULES: Mapping[str, Rule] = {
     "aten.select_scatter.default": lambda op: patched(op),
     "aten.slice.Tensor": lambda op: along(op) if op.ins[0].shape != op.outs[0].shape else "... -> ...",
     "aten.slice_scatter.default": lambda op: patched(op),
+    "aten.smooth_l1_loss.default": lambda op: loss(op, elements(op)),
+    "aten.soft_margin_loss.default": lambda op: loss(op, elements(op)),
     "aten.softmax.int": lambda op: along(op),
     "aten.sort.default": lambda op: along(op, outputs=2),
     "aten.split.Tensor": lambda op: parted(op),
@@ -192,6 +206,7 @@ RULES: Mapping[str, Rule] = {
     "aten.topk.default": lambda op: along(op, outputs=2),
     "aten.transpose.int": lambda op: permuted(op, exchanged(op)),
     "aten.tril.default": lambda op: f"{letters(op, 0, never=(-1, -2))} -> {letters(op, 0)}",
+    "aten.triplet_margin_loss.default": lambda op: loss(op, elements(op, "z!", "z!", "z!")),
     "aten.triu.default": lambda op: f"{letters(op, 0, never=(-1, -2))} -> {letters(op, 0)}",
     "aten.unbind.int": lambda op: unbound(op),
     "aten.unfold.default": lambda op: windowed(op),
@@ -213,7 +228,7 @@ RULES: Mapping[str, Rule] = {
 
 
 ENDS: Mapping[str, Rule] = {
-    "aten.cross_entropy_loss.default": lambda op: cross_entropy(op, cut=True),
+    "aten.cross_entropy_loss.default": lambda op: loss(op, cross_entropy(op, cut=True)),
     "aten.embedding.default": lambda op: looked_up(op),
 }
 """Operations that a cut can end in, though on pieces they are other operations: a look-up in a table whose rows are cut, a loss of cut
@@ -334,9 +349,9 @@ class Bound:
         return frozenset(token.letter for tokens in self.ins + self.outs for token in tokens if token.never)
 
 
-def bind_rule(op: Op, end: bool = False) -> Bound:
-    """The rule of an operation, dimension by dimension."""
-    ins, outs = parse_rule(rule_text(op, end))
+def bind_rule(op: Op, end: bool = False, text: str | None = None) -> Bound:
+    """The rule of an operation, or the one that `text` is, dimension by dimension."""
+    ins, outs = parse_rule(rule_text(op, end) if text is None else text)
     ins = ins[: len(op.ins)]
     if len(ins) != len(op.ins):
         raise LayoutError(f"the rule of {op.name} has {len(ins)} operands, the call {len(op.ins)}")
@@ -449,8 +464,12 @@ def shared_dim(dim: Dim, size: Size) -> Dim:
     raise LayoutError("a number of heads that is not known")
 
 
-def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, end: bool = False) -> list[Layout]:
+def forward(
+    op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, end: bool = False, text: str | None = None
+) -> list[Layout]:
     """The outputs' layouts, given the operands'. The other direction of `backward`, and the law that `verify` holds programs to.
+
+    `text` stands in for the operation's own rule where a pass is about to write it as another one.
 
     Where no operand has a dimension at its full length, the `declared` outputs say how it is cut: what is expanded is the same
     everywhere along it; and of repeated key/value heads any cut will do that needs just the heads which the operand has. A cut may `end`
@@ -465,8 +484,9 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, e
         return split(op, ins[0])
     if op.name in JOINS:
         return [joined(op, ins)]
-    bound = bind_rule(op, end)
+    bound = bind_rule(op, end, text)
     dims: dict[str, Dim] = {}
+    unlike: list[tuple[str, Dim]] = []  # sizes that are equal only when it runs, if at all
     for tokens, layout, kind in zip(bound.ins, ins, op.ins, strict=True):
         for token, dim, size in zip(tokens, layout.dims, kind.shape, strict=True):
             if token.letter == "_":
@@ -475,6 +495,10 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, e
                 _allow(op, bound, token.letter)
             if size == bound.sizes[token.letter]:
                 dims[token.letter] = join(dims[token.letter], dim) if token.letter in dims else dim
+            elif size != 1 and not token.shared:
+                unlike.append((token.letter, dim))
+    if any(cut_factors(dim) or cut_factors(dims.get(letter, ())) for letter, dim in unlike):
+        raise LayoutError("operands of unlike sizes")
     for tokens, layout in zip(bound.outs, declared, strict=False):
         for token, dim in zip(tokens, layout.dims, strict=True):
             if token.letter not in bound.never:

@@ -1,6 +1,6 @@
 """Everything that the ranks of a stage hand to the process group in one step of training, in order: the plan of a step.
 
-    before     all ranks agree on the batch; every loss count is summed over dp
+    before     all ranks agree on the batch; the loss counts are summed over dp, together
     schedule   forward and backward of every micro-batch, and what passes between stages
     after      gradients over dp, then those of weights that several stages hold, over pp; the loss over dp and to all stages
 
@@ -59,9 +59,8 @@ class Step:
         mesh, stage = self.mesh, self.stages[index]
         if mesh.size > 1:
             yield Sent("all", "step", "all_gather", "batch", torch.int64, AGREEMENT)
-        for count in self.local.program.counts if mesh.dp > 1 else ():
-            if count.graph is not None:
-                yield Sent("dp", "step", "all_reduce", count.name, torch.float64, 1)
+        if counted := self._counted():
+            yield Sent("dp", "step", "all_reduce", "counts", torch.float64, counted)
         for action in actions(self.schedule, index, len(self.stages), self.microbatches):
             match action:
                 case Run(direction, microbatch):
@@ -74,6 +73,15 @@ class Step:
                     yield action
         yield from self._gradients(stage, tp)
         yield from self._loss(index)
+
+    def _counted(self) -> Size:
+        """How many numbers of the whole batch the replicas add up."""
+        program, total = self.local.program, 0
+        for count in program.counts if self.mesh.dp > 1 else ():
+            kind = program.types[count.name]
+            assert isinstance(kind, TensorType)
+            total += product(kind.shape) if count.graph is not None else 0
+        return total
 
     def _gradients(self, stage: Stage, tp: int) -> Iterator[Sent]:
         program, layouts = self.local.program, self.local.layouts

@@ -54,7 +54,8 @@ def test_the_numbers_stay() -> None:
         for name, kind in program.types.items()
         if name in program.parameters
     }  # type: ignore[union-attr]
-    feed: dict[str, Values] = {name: [batch[name]] * 3 for name in ("ids", "labels")} | {"loss_count_0": [torch.tensor(5.0)] * 3}
+    feed: dict[str, Values] = {name: [batch[name]] * 3 for name in ("ids", "labels")}
+    feed |= {"loss_count_0": [torch.tensor(5.0)] * 3, "replicas": [torch.tensor(1.0)] * 3}
     for name, value in given.items():
         layout = made.layouts[name]
         feed[name] = [cut(value, layout, c) if any(map(cut_factors, layout.dims)) else value for c in range(3)]  # type: ignore[union-attr, arg-type]

@@ -254,7 +254,7 @@ def test_a_wish_that_is_none() -> None:
     assert message(error) == [
         "overrides['head'] is 'sideways'",
         "  at   compile(overrides=…)",
-        '  fix  use "whole", "cut", "column" or "row"',
+        '  fix  use "whole", "cut", "column", "row" or "per micro-batch"',
     ]
 
 

@@ -76,7 +76,7 @@ def test_a_tied_weight_is_on_both_stages() -> None:
 def test_inputs_go_where_they_are_used() -> None:
     program, batch = tiny(layers=2)
     first, last = stages(program, batch, 2, 2)
-    assert first.inputs == ("ids",) and last.inputs == ("labels", "loss_count_0")
+    assert first.inputs == ("ids",) and last.inputs == ("labels", "loss_count_0", "replicas")
 
 
 class Positions(Tiny):

@@ -139,16 +139,17 @@ def test_a_loss_that_is_no_sum_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     def lower(*args: Any) -> handmade.Lowered:
         found = handmade.lower(*args)
-        found.program = replace(found.program, loss_reason="std over the batch (loss.py:3)")
+        found.program = replace(found.program, loss_reason="aten.std at loss.py:3: no rule")
         return found
 
     monkeypatch.setattr(compiled_module, "lower", lower)
     with pytest.raises(Refused) as error:
         compile(handmade.Tied(), "dp=2", handmade.batch(), microbatches=2)
     assert message(error) == [
-        "the loss of a batch is not the sum of its parts' losses: std over the batch (loss.py:3)",
+        "the loss of a batch is not the sum of its parts' losses: aten.std at loss.py:3: no rule",
         "  at   compile(dp=2, microbatches=2)",
-        "  fix  use dp=1 and microbatches=1, or a loss that is a sum or a mean over tokens",
+        "  fix  use dp=1 and microbatches=1, or a loss that is linear in sums and means over rows, or "
+        'overrides={"loss.py:3": "per micro-batch"} to take micro-batches\' mean',
     ]
     compile(handmade.Tied(), "tp=1", handmade.batch())
 

@@ -46,6 +46,11 @@ def compile(
     `model` is read and never changed. `mesh` is a Mesh, text such as "dp=2,pp=2,tp=2", or a torch DeviceMesh with these dimension names.
     `example_inputs`, the whole batch or one replica's, may be a tuple or a mapping; without them the model's `dummy_inputs` serve, else
     the first call. `loss(outputs, batch)` gives a scalar; without it the output's `.loss` counts, or the output if it is a scalar.
+    `overrides` say what is done with parts of the model, by patterns of module paths as `explain()` prints them: a region stays "whole"
+    or is "cut", a linear is cut by "column" or by "row". What mixes the rows of a micro-batch, and is refused where a batch is divided
+    (in-batch contrast, a router's balance, the root of a mean), is accepted as "per micro-batch" by its module's path, its line as the
+    refusal names it, "file.py:12", or a pattern of the line's text: it is computed in each micro-batch, and the batch's is their mean,
+    over replicas too. That is not what one device computes.
     A batch is divided into `microbatches` per replica: 1 without a pipeline, else as many as stages. With `split_batches` every rank
     passes the same whole batch and takes its replica's rows, otherwise every rank passes its replica's own rows.
 

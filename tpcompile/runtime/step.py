@@ -1,9 +1,9 @@
 """One step of training: the loss and the gradients of the whole batch, as one device would have them.
 
-before the first forward   N of every mean loss, over the replica's rows, summed over dp
-a micro-batch's loss       dp · s / N         (the program divides by its input N / dp)
-gradients                  summed over micro-batches, averaged over dp
-the reported loss          summed over micro-batches, averaged over dp, sent to every stage
+    before the first forward   N of every mean in the loss, over the replica's rows, summed over dp
+    a micro-batch's loss       dp · s / N         (the program takes N and dp as inputs)
+    gradients                  summed over micro-batches, averaged over dp
+    the reported loss          summed over micro-batches, averaged over dp, sent to every stage
 """
 
 from __future__ import annotations
@@ -29,32 +29,41 @@ RNG_KEY = "rng_key"
 
 
 def counts(program: Program, model: nn.Module, tensors: Mapping[str, Tensor], microbatches: int, groups: Groups) -> dict[str, Tensor]:
-    """N / dp for every mean loss of the program. Collective over dp.
+    """What the program's loss needs to know of the whole batch. Collective over dp.
 
-    N is computed micro-batch by micro-batch, since the program may hold for these shapes alone.
+    It is computed micro-batch by micro-batch, since the program may hold for these shapes alone, added up in float64, in which whole
+    numbers are exact up to 2^53, and rounded once.
     """
-    found = {}
-    dims = {name: i.batch_dim for name, i in program.inputs.items()}
+    found, known = {}, dict[str, Tensor]()
     for count in program.counts:
         if count.graph is None:
-            found[count.name] = torch.tensor(1 / groups.mesh.dp, dtype=_dtype(program, count.name), device=groups.device)
-            continue
-        run = fx.Interpreter(fx.GraphModule({}, count.graph))
-        names = [node.name for node in count.graph.nodes if node.op == "placeholder"]
-        with torch.no_grad():
-            parts = []
-            for index in range(microbatches):
-                rows = part(tensors, dims, index, microbatches)
-                parts.append(run.run(*(_value(name, program, model, rows, groups) for name in names)))
-            total = torch.stack([torch.as_tensor(n, device=groups.device) for n in parts]).double().sum(0)
-        if (group := groups.group("dp")) is not None:
-            dist.all_reduce(total, group=group)
-        found[count.name] = (total / groups.mesh.dp).to(_dtype(program, count.name))
-    return found
+            known[count.name] = torch.tensor(groups.mesh.dp, dtype=torch.float64, device=groups.device)
+        else:
+            found[count.name] = _of_replica(count.graph, program, model, tensors, microbatches, groups)
+    if (group := groups.group("dp")) is not None and found:
+        together = torch.cat([n.flatten() for n in found.values()])
+        dist.all_reduce(together, group=group)
+        pieces = torch.split(together, [n.numel() for n in found.values()])
+        found = {name: piece.view(n.shape) for (name, n), piece in zip(found.items(), pieces, strict=True)}
+    return {name: value.to(_dtype(program, name)) for name, value in {**found, **known}.items()}
+
+
+def _of_replica(
+    graph: fx.Graph, program: Program, model: nn.Module, tensors: Mapping[str, Tensor], microbatches: int, groups: Groups
+) -> Tensor:
+    run, dims = fx.Interpreter(fx.GraphModule({}, graph)), {name: i.batch_dim for name, i in program.inputs.items()}
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    parts = []
+    with torch.no_grad():
+        for index in range(microbatches):
+            rows = part(tensors, dims, index, microbatches)
+            made = run.run(*(_value(name, program, model, rows, groups) for name in names))
+            parts.append(torch.as_tensor(made, device=groups.device).double())
+    return torch.stack(parts).sum(0)
 
 
 def _dtype(program: Program, name: str) -> torch.dtype:
-    """The loss's own type: a count must not promote it."""
+    """The type in which the loss takes a number: another could change the loss's own."""
     kind = program.types[name]
     assert isinstance(kind, TensorType)
     return kind.dtype

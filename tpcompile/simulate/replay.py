@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from tpcompile.collectives import held_by, mix, take
 from tpcompile.driver import Compilation
 from tpcompile.errors import InputError
-from tpcompile.ir import Program, results
+from tpcompile.ir import Count, Program, results
+from tpcompile.layout import TensorType
 from tpcompile.simulate.lockstep import Values, run, send
 from tpcompile.simulate.wire import Wire
 from tpcompile.timeline import shared_weights
@@ -171,14 +172,14 @@ class Replay:
         return torch.tensor([mix(self.seed, self.steps), index, self.compilation.options.parts(self.compilation.mesh)])
 
     def counts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """N / dp of every mean loss."""
+        """What the loss needs to know of the whole batch."""
         program, mesh = self.compilation.program, self.compilation.mesh
         parts = mesh.dp * self.compilation.options.microbatches
-        found = {count.name: counted(count.graph, self.model, program, tensors, parts) / mesh.dp for count in program.counts}
-        for count in program.counts if mesh.dp > 1 else ():
-            for stage in range(mesh.pp) if count.graph is not None else ():
-                self.wire.note(stage, "dp", "step", "all_reduce", count.name, found[count.name])
-        return {name: value.to(program.types[name].dtype) for name, value in found.items()}  # type: ignore[union-attr]
+        found = {count.name: counted(count, self.model, program, tensors, parts, mesh.dp) for count in program.counts}
+        summed = [found[count.name].double().flatten() for count in program.counts if count.graph is not None]
+        for stage in range(mesh.pp) if mesh.dp > 1 and summed else ():
+            self.wire.note(stage, "dp", "step", "all_reduce", "counts", torch.cat(summed))
+        return found
 
     def tie(self) -> None:
         """Sum the gradients of a parameter that several stages hold, as they do over their ranks."""
@@ -217,17 +218,19 @@ class Replay:
                     yield kind(mine, **settings)
 
 
-def counted(graph: fx.Graph | None, model: nn.Module, program: Program, tensors: Mapping[str, Tensor], parts: int) -> Tensor:
-    """N over all rows, part by part."""
+def counted(count: Count, model: nn.Module, program: Program, tensors: Mapping[str, Tensor], parts: int, replicas: int) -> Tensor:
+    """A number of the whole batch, part by part."""
+    kind, graph = program.types[count.name], count.graph
+    assert isinstance(kind, TensorType)
     if graph is None:
-        return torch.ones((), dtype=torch.float64)
+        return torch.tensor(replicas, dtype=kind.dtype)
     names = [node.name for node in graph.find_nodes(op="placeholder")]
-    total = torch.zeros((), dtype=torch.float64)
+    found = []
     for index in range(parts):
         given = rows(program, tensors, index, parts)
         values = [
             given[n] if n in given else program.constants[n] if n in program.constants else model.get_buffer(program.buffers[n])
             for n in names
         ]
-        total = total + torch.as_tensor(fx.Interpreter(fx.GraphModule({}, graph)).run(*values))
-    return total
+        found.append(torch.as_tensor(fx.Interpreter(fx.GraphModule({}, graph)).run(*values)).double())
+    return torch.stack(found).sum(0).to(kind.dtype)
