@@ -41,6 +41,7 @@ LAUNCHES: dict[str, list[tuple[Any, Case]]] = {
     ],
     "pp=2": pipelined("pp=2"),
     "dp=2": [(workers.train, Case(workers.bert, "dp=2")), (workers.train, Case(workers.bert, "dp=2", microbatches=4))],
+    "dp=2,pp=2": [(workers.train, Case(workers.gpt2, "dp=2,pp=2", microbatches=4, loss=workers.several_losses))],
     "pp=2,tp=2": [
         (workers.train_on_own_mesh, Case(workers.gpt, "pp=2,tp=2")),
         (workers.collectives, Case(workers.gpt, "pp=2,tp=2", "gpipe")),
