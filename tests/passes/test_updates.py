@@ -356,14 +356,15 @@ def emitted(name: str, mesh: str = "tp=1", rank: int = 0) -> tuple[RankProgram, 
     """A rank's program, the model, and a batch with the count of its labels."""
     model, batch = made(name)
     program = lower(model, Mesh.of(mesh), batch, Options()).rank_program(model, rank)
-    counts = {key: torch.tensor(float(len(batch["labels"]))).double() for key in program.stages[0].inputs if key.startswith("loss_count")}
+    numbers = {"loss_count_0": float(len(batch["labels"])), "replicas": 1.0}
+    counts = {key: torch.tensor(number).double() for key, number in numbers.items() if key in program.stages[0].inputs}
     return program, model, {**batch, **counts}
 
 
 def stepped(model: nn.Module, batch: Batch, steps: int) -> nn.Module:
     """The untouched model after some forwards and backwards."""
     for _ in range(steps):
-        model(**{key: value for key, value in batch.items() if not key.startswith("loss_count")}).backward()
+        model(**{key: value for key, value in batch.items() if key not in ("loss_count_0", "replicas")}).backward()
     return model
 
 
