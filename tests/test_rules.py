@@ -108,7 +108,12 @@ def adds_up(call: Call, op: Op, bound: Bound, letter: str) -> None:
 def test_where_a_cut_ends(name: str, example: Example) -> None:
     """What an operation needs whole is cut after all, and rewrite writes out what it is on pieces."""
     call = Call.of(name, example)
-    op, bound, ordinary = call.op, bind_rule(call.op, end=True), bind_rule(call.op)
+    op, ordinary = call.op, bind_rule(call.op)
+    if name == "aten.cross_entropy_loss.default" and op.ins[1].dtype.is_floating_point:
+        with pytest.raises(LayoutError, match="probabilities for labels"):
+            bind_rule(op, end=True)
+        return
+    bound = bind_rule(op, end=True)
     ended = [letter for letter in bound.sizes if letter in ordinary.never - bound.never]
     assert ended
     for letter in ended:

@@ -295,8 +295,10 @@ def cross_entropy(op: Op, *, cut: bool = False) -> str:
     Where a cut of the classes ends here, weights of classes are whole.
     """
     probabilities = op.ins[1].dtype.is_floating_point
-    if op.rank(0) < 2 or op.rank(1) != op.rank(0) - (not probabilities) or (cut and probabilities):
+    if op.rank(0) < 2 or op.rank(1) != op.rank(0) - (not probabilities):
         raise LayoutError("a cross-entropy of labels that are not one for each row of [rows, classes, …]")
+    if cut and probabilities:
+        raise LayoutError("a cross-entropy with probabilities for labels")
     names = [letter for letter in letters(op, 0).split() if letter != "b"]
     scores = [names[0], "b" if cut else "b!", *names[1:]]
     weight = (", *" if cut else ", b!") * (len(op.ins) - 2)
