@@ -1,6 +1,6 @@
 """Private to capture: operations that put their result into a tensor which they are given.
 
-    before  %y = mv.out(%w, %v, out=%u)           after   %new = mv(%w, %v), %y = copy_(%u, %new)
+before  %y = mv.out(%w, %v, out=%u)           after   %new = mv(%w, %v), %y = copy_(%u, %new)
 """
 
 from __future__ import annotations

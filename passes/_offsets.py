@@ -1,8 +1,8 @@
 """Private to divide_loss: rows that lie one after the other in one dimension, and places in them counted from each row's start.
 
-    %start = mul(arange(rows), k)          where each row's k places start
-    %place = add(%start, %v)               of each row one of its own, if 0 <= %v < k
-    %y = gather(flatten(%x), 0, %place)    each row looks into itself
+%start = mul(arange(rows), k)          where each row's k places start
+%place = add(%start, %v)               of each row one of its own, if 0 <= %v < k
+%y = gather(flatten(%x), 0, %place)    each row looks into itself
 """
 
 from __future__ import annotations

@@ -82,8 +82,9 @@ class Rows:
         elif node.op == "call_function" and isinstance(kind, (TensorType, tuple)):
             kinds = (kind,) if isinstance(kind, TensorType) else kind
             self.inherit(node, node.all_input_nodes)
-            refuse_counts(node, self.program, self.symbols)
             self.layouts[node] = self.call(node, kinds)
+            if node not in self.sums.numbers:
+                refuse_counts(node, self.program, self.symbols)
             refuse_growth(self.layouts[node], kinds, self.symbols)
         elif node.op == "call_function" and op_name(node) != "aten.sym_size.int":
             self.inherit(node, node.all_input_nodes)

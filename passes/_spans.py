@@ -1,8 +1,8 @@
 """Private to divide_loss: between which whole numbers a value lies, for what is made of sizes and constants, or serves as an index.
 
-    %i = arange(%s)              0 … s - 1
-    %j = add(mul(%i, 4), 3)      3 … 4·s - 1
-    %e = embedding(%w, %ids)     %ids: 0 … 90, since the table has 91 rows: anything else is an error of the model
+%i = arange(%s)              0 … s - 1
+%j = add(mul(%i, 4), 3)      3 … 4·s - 1
+%e = embedding(%w, %ids)     %ids: 0 … 90, since the table has 91 rows: anything else is an error of the model
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Private to capture: what a forward does to the tensors that the model's modules hold, seen while it is exported.
 
-    self.counter += 1                     in place: an operation of the graph, which functionalizing finds
-    self.mean = 0.9 * self.mean + …       another tensor in a buffer's place: no operation, and export puts the old one back
+self.counter += 1                     in place: an operation of the graph, which functionalizing finds
+self.mean = 0.9 * self.mean + …       another tensor in a buffer's place: no operation, and export puts the old one back
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Private to capture: the new values of buffers, as results of the working graph.
 
-    before  %_ = add_(%b_counter, 1)                  after   %w = add(%b_counter, 1)
-            return (%loss,)                                   return (%loss, %w)          updates: counter
+before  %_ = add_(%b_counter, 1)                  after   %w = add(%b_counter, 1)
+        return (%loss,)                                   return (%loss, %w)          updates: counter
 """
 
 from __future__ import annotations

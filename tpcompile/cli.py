@@ -90,7 +90,6 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--outputs", choices=("all", "loss"), default="all", help="what a step returns (default: all)")
 
 
-
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")

@@ -464,9 +464,7 @@ def shared_dim(dim: Dim, size: Size) -> Dim:
     raise LayoutError("a number of heads that is not known")
 
 
-def forward(
-    op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, end: bool = False, text: str | None = None
-) -> list[Layout]:
+def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, end: bool = False, text: str | None = None) -> list[Layout]:
     """The outputs' layouts, given the operands'. The other direction of `backward`, and the law that `verify` holds programs to.
 
     `text` stands in for the operation's own rule where a pass is about to write it as another one.

@@ -162,6 +162,7 @@ def from_far(x: Tensor, length: int, shift: int) -> Tensor:
 UNLIKE = "two uses of a value need it cut in different ways"
 
 COUNTED = "it computes with the number of rows"
+NUMBER = "it computes with a number that depends on how many rows there are"
 GROWS = "a dimension that grows with the batch, and does not count rows"
 
 MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
@@ -177,18 +178,15 @@ MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
         "aten.avg_pool1d.default needs this dimension whole",
     ),
     "transformed over the rows": (lambda x, ids, weight: torch.fft.fft(x, dim=0).real, "aten.fft_fft.default needs this dimension whole"),
-    "every row but one": (lambda x, ids, weight: x[1:], "aten.slice.Tensor needs this dimension whole"),
-    "divided by the number of rows": (lambda x, ids, weight: x / x.shape[0], COUNTED),
+    "every row but one": (lambda x, ids, weight: x[1:], NUMBER),
     "a number of rows that is no size": (lambda x, ids, weight: x / int(x.shape[0]), "the model takes 2 rows for granted"),
     "rolled over everything": (lambda x, ids, weight: x.roll(1), "aten.roll.default needs this dimension whole"),
-    "filled with the number of rows": (lambda x, ids, weight: x + torch.full((x.shape[0], 1, 1), x.shape[0]), COUNTED),
-    "divided by the number of the chosen": (lambda x, ids, weight: x[ids == 1] / x[ids == 1].shape[0], COUNTED),
-    "divided by a number of all rows": (lambda x, ids, weight: x / ids.sum().item(), "it sums over the rows"),
+    "filled with the number of rows": (lambda x, ids, weight: x + torch.full((x.shape[0], 1, 1), x.shape[0]), NUMBER),
     "as many places as rows": (lambda x, ids, weight: x[:, : x.shape[0]], GROWS),
     "a place by the number of rows": (lambda x, ids, weight: x[:, x.shape[0] - 1 :][:, :1], COUNTED),
     "a mean of as many weights as rows": (lambda x, ids, weight: x * weight.flatten()[: x.shape[0]].mean(), GROWS),
     "one more than rows": (lambda x, ids, weight: x * torch.arange(x.shape[0] + 1).amax(), GROWS),
-    "rows backwards": (lambda x, ids, weight: x[torch.arange(x.shape[0] - 1, -1, -1)], COUNTED),
+    "rows backwards": (lambda x, ids, weight: x[torch.arange(x.shape[0] - 1, -1, -1)], NUMBER),
     "rows from the last": (lambda x, ids, weight: x[torch.arange(-1, x.shape[0] - 1)], "aten.arange.start makes rows that may differ"),
     "starts of longer rows": (lambda x, ids, weight: from_far(x, 5, 0), "rows look into other rows"),
     "places behind the row's end": (lambda x, ids, weight: from_far(x, 4, 1), "it computes with the number of a row"),

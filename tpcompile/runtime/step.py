@@ -1,9 +1,9 @@
 """One step of training: the loss and the gradients of the whole batch, as one device would have them.
 
-    before the first forward   N of every mean in the loss, over the replica's rows, summed over dp
-    a micro-batch's loss       dp · s / N         (the program takes N and dp as inputs)
-    gradients                  summed over micro-batches, averaged over dp
-    the reported loss          summed over micro-batches, averaged over dp, sent to every stage
+before the first forward   N of every mean in the loss, over the replica's rows, summed over dp
+a micro-batch's loss       dp · s / N         (the program takes N and dp as inputs)
+gradients                  summed over micro-batches, averaged over dp
+the reported loss          summed over micro-batches, averaged over dp, sent to every stage
 """
 
 from __future__ import annotations
