@@ -178,7 +178,7 @@ MIXED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
         "aten.avg_pool1d.default needs this dimension whole",
     ),
     "transformed over the rows": (lambda x, ids, weight: torch.fft.fft(x, dim=0).real, "aten.fft_fft.default needs this dimension whole"),
-    "every row but one": (lambda x, ids, weight: x[1:], NUMBER),
+    "every row but one": (lambda x, ids, weight: x[1:], "the model takes 2 rows for granted"),
     "a number of rows that is no size": (lambda x, ids, weight: x / int(x.shape[0]), "the model takes 2 rows for granted"),
     "rolled over everything": (lambda x, ids, weight: x.roll(1), "aten.roll.default needs this dimension whole"),
     "filled with the number of rows": (lambda x, ids, weight: x + torch.full((x.shape[0], 1, 1), x.shape[0]), NUMBER),
