@@ -88,19 +88,23 @@ class Call(nn.Module):
         self.record = Record()
 
     def forward(self, tensors: list[Tensor]) -> tuple[Any, ...]:
-        rest = iter(tensors)
-        batch = pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._spec)
-        args, kwargs = self._arguments(batch)
-        (given,) = self._loss
         before = State.of(self.model)
         with _Strangers(self.record, before):
-            outputs = self.model(*args, **kwargs)
-            loss = _own_loss(outputs) if given is None else _scalar(given(outputs, batch))
+            outputs, loss = self.run(tensors)
         found, values = _flat(outputs, loss)
         after = State.of(self.model)
         replaced = before.replaced(after)
         self.record.found = replace(found, replaced=tuple(replaced), exchanged=before.exchanged(after))
         return (*values, *replaced.values())
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Any, Tensor | None]:
+        """What the model returns for these tensors, and the loss of it, as the user would call them."""
+        rest = iter(tensors)
+        batch = pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._spec)
+        args, kwargs = self._arguments(batch)
+        (given,) = self._loss
+        outputs = self.model(*args, **kwargs)
+        return outputs, _own_loss(outputs) if given is None else _scalar(given(outputs, batch))
 
 
 def _own_loss(outputs: Any) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 
 from tpcompile.errors import CaptureError, TpcompileError
 from tpcompile.passes._call import Call, Found
+from tpcompile.passes._eager import check_eager
 from tpcompile.passes._functions import keep
 from tpcompile.passes._reasons import raised_at, reason_of, user_code, user_line
 
@@ -37,7 +38,7 @@ class Exported:
 def export(call: Call, tensors: Sequence[Tensor], dynamic: Sequence[frozenset[int]]) -> Exported:
     """Export with these dimensions dynamic; if that fails with only the rows dynamic, and then with none.
 
-    Raises CaptureError with the reason of the last attempt and the user's line.
+    Raises CaptureError with the reason of the last attempt and the user's line; InputError where the model does not run without export.
     """
     attempts = [tuple(dynamic), tuple(dims & {0} for dims in dynamic), (frozenset[int](),) * len(dynamic)]
     *dynamic_ones, static = dict.fromkeys(attempts)
@@ -55,6 +56,7 @@ def export(call: Call, tensors: Sequence[Tensor], dynamic: Sequence[frozenset[in
     except TpcompileError:
         raise
     except Exception as error:
+        check_eager(call, tensors)
         raise _failed(call, error) from error
 
 

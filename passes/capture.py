@@ -32,7 +32,8 @@ def capture(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[..., T
 
     The graph is functional: what the model does in place is spelled as new values. Entries of the batch that forward does not list
     are read by `loss(outputs, batch)` alone. Parameters may be on the meta device. Raises InputError where the batch does not fit
-    forward, and CaptureError with a reason and the user's line for what cannot be captured faithfully.
+    forward, or the model does not run on it at all, and CaptureError with a reason and the user's line for what cannot be captured
+    faithfully.
     """
     _refuse_autocast()
     binding.check_names(model, batch, with_loss=loss is not None)
