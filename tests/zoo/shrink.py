@@ -22,7 +22,7 @@ SIZES: Mapping[int, str] = {
     """,
     4: """
         attention_heads decoder_attention_heads decoder_num_attention_heads encoder_attention_heads index_n_heads
-        linear_num_value_heads moe_num_experts n_experts n_experts_total n_head n_heads n_routed_experts num_attention_head
+        linear_num_heads linear_num_value_heads moe_num_experts n_experts n_experts_total n_head n_heads n_routed_experts num_attention_head
         num_attention_heads num_experts num_heads num_local_experts swa_num_attention_heads
     """,
     128: """
@@ -32,7 +32,8 @@ SIZES: Mapping[int, str] = {
         prefix_dense_intermediate_size shared_expert_intermediate_size shared_intermediate_size
     """,
     16: """
-        attention_head_dim attention_head_size d_kv global_head_dim head_dim head_size index_head_dim kv_channels linear_key_head_dim
+        attention_head_dim attention_head_size d_kv global_head_dim head_dim head_size index_head_dim kv_channels linear_head_dim
+        linear_key_head_dim
         linear_value_head_dim mamba_d_state qk_nope_head_dim ssm_state_size state_size swa_head_dim swa_v_head_dim v_head_dim
     """,
     32: "kv_lora_rank q_lora_rank",
