@@ -116,9 +116,11 @@ class Hoister:
             self.drop(move.enter)
 
     def entered(self, value: fx.Node) -> fx.Node:
-        """The value as it enters: an `enter` that is there already serves."""
+        """The value as it enters: an `enter` that is there already serves, from where the value is made on."""
         for user in value.users:
             if op_name(user) == ENTER and value.op != "placeholder":
+                value.append(user)
+                self.order[user] = self.order[value]
                 return user
         last = max((node for node in self.graph.nodes if node.op == "placeholder"), key=self.order.__getitem__)
         with self.graph.inserting_after(last if value.op == "placeholder" else value):

@@ -6,6 +6,7 @@ Reshaping is a bijection on factors, so that one function serves both directions
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import sympy
 
@@ -103,15 +104,22 @@ def divides(a: Size, b: Size) -> bool:
     """Whether `a` divides `b` for every value of the symbols."""
     if isinstance(a, int) and isinstance(b, int):
         return a != 0 and b % a == 0
-    return a != 0 and sympy.denom(sympy.cancel(sympy.sympify(b) / a)) == 1
+    return a != 0 and sympy.denom(_ratio(b, a)) == 1
 
 
 def quotient(a: Size, b: Size) -> Size:
     """`a / b`, where `b` divides `a`."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b
-    ratio = sympy.cancel(sympy.sympify(a) / b)
+    ratio = _ratio(a, b)
     return int(ratio) if ratio.is_Integer else ratio
+
+
+@lru_cache(maxsize=4096)
+def _ratio(a: Size, b: Size) -> sympy.Expr:
+    """`a / b` in lowest terms. The same few sizes are compared over and over."""
+    ratio: sympy.Expr = sympy.cancel(sympy.sympify(a) / b)
+    return ratio
 
 
 def _regroup(ins: list[Dim], shape: list[Size]) -> list[Dim]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,7 +39,12 @@ class Op:
 
 def op_name(node: fx.Node) -> str:
     """`aten.linear.default` for a call of an operator, the function's name for others."""
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
+    return _target_name(node.target)
+
+
+@lru_cache(maxsize=4096)
+def _target_name(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
 def aten_names(words: str) -> frozenset[str]:

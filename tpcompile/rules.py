@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -344,25 +345,30 @@ class Bound:
     outs: tuple[tuple[Token, ...], ...]
     sizes: Mapping[str, Size]
 
-    @property
+    @cached_property
     def never(self) -> frozenset[str]:
         return frozenset(token.letter for tokens in self.ins + self.outs for token in tokens if token.never)
 
 
 def bind_rule(op: Op, end: bool = False, text: str | None = None) -> Bound:
     """The rule of an operation, or the one that `text` is, dimension by dimension."""
-    ins, outs = parse_rule(rule_text(op, end) if text is None else text)
-    ins = ins[: len(op.ins)]
-    if len(ins) != len(op.ins):
-        raise LayoutError(f"the rule of {op.name} has {len(ins)} operands, the call {len(op.ins)}")
-    spelled_ins = tuple(_spell(tokens, kind) for tokens, kind in zip(ins, op.ins, strict=True))
-    spelled_outs = tuple(_spell(tokens, kind) for tokens, kind in zip(outs, op.outs, strict=True))
+    return _bind(op.name, rule_text(op, end) if text is None else text, op.ins, op.outs)
+
+
+@lru_cache(maxsize=4096)
+def _bind(name: str, text: str, kinds: tuple[TensorType, ...], made: tuple[TensorType, ...]) -> Bound:
+    ins, outs = parse_rule(text)
+    ins = ins[: len(kinds)]
+    if len(ins) != len(kinds):
+        raise LayoutError(f"the rule of {name} has {len(ins)} operands, the call {len(kinds)}")
+    spelled_ins = tuple(_spell(tokens, kind) for tokens, kind in zip(ins, kinds, strict=True))
+    spelled_outs = tuple(_spell(tokens, kind) for tokens, kind in zip(outs, made, strict=True))
     sizes: dict[str, Size] = {}
-    for tokens, kind in zip(spelled_outs + spelled_ins, op.outs + op.ins, strict=True):
+    for tokens, kind in zip(spelled_outs + spelled_ins, made + kinds, strict=True):
         for token, size in zip(tokens, kind.shape, strict=True):
             if sizes.get(token.letter, 1) == 1:
                 sizes[token.letter] = size
-    return Bound(spelled_ins, spelled_outs, sizes)
+    return Bound(spelled_ins, spelled_outs, MappingProxyType(sizes))
 
 
 def _spell(tokens: tuple[Token, ...], kind: TensorType) -> tuple[Token, ...]:

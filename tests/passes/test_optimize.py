@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import torch
 from pass_models import Parallel, before_and_after, local, sharded, tiny
+from torch import Tensor, nn
 
+import tpcompile
 from tpcompile.layout import cut_factors
 from tpcompile.passes.optimize import optimize
 from tpcompile.passes.rewrite import rewrite
@@ -61,3 +63,26 @@ def test_the_numbers_stay() -> None:
         feed[name] = [cut(value, layout, c) if any(map(cut_factors, layout.dims)) else value for c in range(3)]  # type: ignore[union-attr, arg-type]
     losses = [run(one.graph, feed, 3)["output"][0][0] for one in (before, verify(optimize(before)))]
     assert torch.allclose(*losses, rtol=1e-13)
+
+
+class Flattened(nn.Module):
+    """Two MLPs of one norm: the first reads a view of it, the second the norm itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.second_up, self.second_down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        first = self.down(self.up(y.reshape(-1, 8)).relu()).reshape(x.shape)
+        return x + first + self.second_down(self.second_up(y).relu())
+
+
+def test_what_enters_late_serves_an_earlier_reader() -> None:
+    batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
+    model = Flattened().double()
+    compiled = tpcompile.compile(model, "tp=2", batch)
+    assert sum(op_name(node) == "tpcompile.enter.default" for node in compiled.history["optimize"].made.graph.nodes) == 1
+    assert tpcompile.check(model, "tp=2", batch).ok
