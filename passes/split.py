@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from tpcompile.errors import InputError, Refused
+from tpcompile.gradients import trained, with_gradient
 from tpcompile.ir import Boundary, Local, Stage
 from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._homes import homes_of_updates
 from tpcompile.passes._places import PRODUCTS, by_cost, by_layers, cost, free_nodes, is_cut, most_parts, refusal
 from tpcompile.passes._reasons import user_line
 from tpcompile.rules import op_name
+from tpcompile.text import origin_types
 
 
 def split(local: Local, stages: int, costs: Mapping[str, int]) -> tuple[Stage, ...]:
@@ -51,6 +53,7 @@ class _Cutter:
         self.local, self.places, self.stages = local, places, stages
         self.order = {node: position for position, node in enumerate(local.graph.nodes)}
         self.free = set(free_nodes(local))
+        self.having = with_gradient(local.graph, trained(local.program), origin_types(local))
         returned = local.program.returned()
         output = local.graph.output_node().all_input_nodes
         by_origin = {local.origins.get(node.name, node.name): node for node in output}
@@ -181,4 +184,4 @@ class _Cutter:
             raise Refused(f"{origin} would cross from one pipeline stage to the next, and {what}", source=str(source), fix="use pp=1")
         kind, layout = self.local.program.types[origin], self.local.layouts[node.name]
         assert isinstance(kind, TensorType) and isinstance(layout, Layout)
-        return Boundary(node.name, kind, kind.dtype.is_floating_point, layout)
+        return Boundary(node.name, kind, kind.dtype.is_floating_point and node.name in self.having, layout)

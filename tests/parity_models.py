@@ -84,6 +84,14 @@ def gpt() -> tuple[nn.Module, Batch, Loss | None]:
     return GPT(Config(vocab_size=VOCABULARY, positions=16, layers=2, heads=5, hidden=20, inner=23)), causal_batch(), None
 
 
+def frozen() -> tuple[nn.Module, Batch, Loss | None]:
+    """Embeddings and the first block are not trained."""
+    model, batch, loss = gpt()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("tokens.", "positions.", "blocks.0.")))
+    return model, batch, loss
+
+
 def encoder() -> tuple[nn.Module, Batch, Loss | None]:
     return Encoder(), {"tokens": tokens(), "classes": torch.arange(ROWS) % 5}, classified
 
@@ -164,6 +172,7 @@ def bert() -> tuple[nn.Module, Batch, Loss | None]:
 
 FACTORIES: Mapping[str, Callable[[], tuple[nn.Module, Batch, Loss | None]]] = {
     "gpt": gpt,
+    "frozen": frozen,
     "encoder": encoder,
     "gpt2": gpt2,
     "gpt2 exact": gpt2_exact,

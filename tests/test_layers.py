@@ -24,6 +24,7 @@ LAYERS = (
     ("text", "gradients", "schedules"),
     ("messages",),
     ("timeline",),
+    ("laws",),
     ("verify", "cost"),
     ("passes",),
     ("driver",),

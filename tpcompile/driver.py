@@ -18,6 +18,7 @@ from tpcompile import timeline
 from tpcompile.cost import all_flops, evaluate
 from tpcompile.errors import InputError, Refused, caller
 from tpcompile.ir import Local, Plan, Program, Sharded, Stage
+from tpcompile.laws.ranks import check_rank
 from tpcompile.layout import Layout, TensorType, bounds, cut_factors
 from tpcompile.mesh import Mesh
 from tpcompile.messages import stage_messages
@@ -112,13 +113,21 @@ class Compilation:
     local: Local
     stages: tuple[Stage, ...]
     step: timeline.Step
-    sizes: Mapping[Symbol, int]  # of the example's micro-batch
     history: Mapping[str, Step]
+
+    @property
+    def sizes(self) -> Mapping[Symbol, int]:
+        """The values of the program's symbols in a micro-batch of the example."""
+        return self.step.sizes
 
     def rank_program(self, model: nn.Module, rank: int, device: torch.device | str = "cpu") -> RankProgram:
         """The modules that a rank runs, with its own pieces of the model's parameters."""
         tables = {"layouts": self.local.layouts, "origins": self.local.origins}
-        return emit(self.stages, self.program, model, self.pieces(), self.mesh, rank, torch.device(device), **tables)  # type: ignore[arg-type]
+        made = emit(self.stages, self.program, model, self.pieces(), self.mesh, rank, torch.device(device), **tables)  # type: ignore[arg-type]
+        for stage, module, graph in zip(made.stages, made.modules, made.graphs, strict=True):
+            held = dict(module.named_parameters(remove_duplicate=False))
+            check_rank(self.local, stage, graph, made.coordinates["tp"], held)
+        return made
 
     def held(self) -> dict[str, Layout]:
         """How every parameter is held, by its qualified name."""
@@ -186,17 +195,16 @@ def lower_captured(
     rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
     local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten, gather_again=options.sequence_parallel == "regather")))
     stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch))))
-    step = _step(local, stages, mesh, options)
-    sizes, history = sizes_of(program, batch), MappingProxyType(log.steps)
-    return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, step, sizes, history)
+    step = verify(step_of(local, stages, mesh, options, sizes_of(program, batch)))
+    return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, step, MappingProxyType(log.steps))
 
 
-def _step(local: Local, stages: tuple[Stage, ...], mesh: Mesh, options: Options) -> timeline.Step:
+def step_of(local: Local, stages: tuple[Stage, ...], mesh: Mesh, options: Options, sizes: Mapping[Symbol, int]) -> timeline.Step:
     """What the ranks of every stage say to each other in a step, in the order in which the emitted modules run."""
     paths = {name: source.path for name, source in local.program.sources.items()}
     orders = [[node.name for part in arrange(stage, paths, local.program.layers) for node in part.nodes] for stage in stages]
     messages = tuple(stage_messages(local, stage, order) for stage, order in zip(stages, orders, strict=True))
-    return timeline.Step(mesh, options.schedule, options.microbatches, local, stages, messages)
+    return timeline.Step(mesh, options.schedule, options.microbatches, local, stages, messages, sizes)
 
 
 def _refuse_random(program: Program, mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from sympy import Symbol
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from tpcompile.gradients import asked_for, trained, with_gradient
@@ -50,6 +51,7 @@ class Step:
     local: Local
     stages: tuple[Stage, ...]
     messages: tuple[StageMessages, ...]
+    sizes: Mapping[Symbol, int]  # of the example's micro-batch
 
     def timeline(self, stage: int, tp: int = 0) -> tuple[Event, ...]:
         """What a rank of a stage does, in order. `tp` is its tensor coordinate: its gradients have the sizes of its own pieces."""

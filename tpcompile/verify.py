@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -11,12 +12,18 @@ from torch import fx
 from tpcompile.errors import VerifyError
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Local, Program, Sharded, Stage, results
+from tpcompile.laws.pipeline import check_pipeline
+from tpcompile.laws.places import broken, line_of
+from tpcompile.laws.shapes import check_shapes
+from tpcompile.laws.slices import check_slices
+from tpcompile.laws.stages import check_stages
 from tpcompile.layout import Cut, Dim, Even, Layout, TensorType, cut_factors, fits, same, size_of, whole_dim
 from tpcompile.linear import is_linear
 from tpcompile.operation import Op
 from tpcompile.rules import forward, op_name, view_op, wants_of
+from tpcompile.timeline import Step
 
-Value = TypeVar("Value", Program, Sharded, Local, Stage)
+Value = TypeVar("Value", Program, Sharded, Local, Stage, Step)
 
 
 def verify(value: Value) -> Value:
@@ -30,7 +37,22 @@ def verify(value: Value) -> Value:
             _check_local(value)
         case Stage():
             value.graph.lint()
+        case Step():
+            _check_step(value)
     return value
+
+
+def _check_step(step: Step) -> None:
+    """The finished program, which runs: its stages obey the laws of gradients and partial sums as the whole does, and all others."""
+    local = step.local
+    entered = entered_values(local.graph, local.layouts, _carrying(local.program, local.graph, local.origins))
+    for stage in step.stages:
+        received = {boundary.name for boundary in stage.receives if boundary.requires_grad}
+        _check_local(replace(local, graph=stage.graph), received, received & {node.name for node in entered})
+    check_slices(local)
+    check_shapes(local, step.sizes)
+    check_stages(local, step.stages)
+    check_pipeline(step)
 
 
 def _check_program(program: Program) -> None:
@@ -116,36 +138,42 @@ def _broken(sharded: Sharded, node: fx.Node, law: str) -> VerifyError:
     return VerifyError(f"{node.name} = {op_name(node)}: {law}", at=node.format_node() or "", source=str(source) if source else "")
 
 
-def _check_local(local: Local) -> None:
+def _check_local(local: Local, received: Collection[str] = (), inside: Collection[str] = ()) -> None:
     """Partial sums are reduced once before anything else reads them; and so are gradients, on their way back.
 
     What a region uses whole has there, on every rank, a part of its gradient: it must have entered. What enters is used by regions alone:
     elsewhere its gradient is whole already. A parameter of which several ranks hold one piece sums its gradient over them.
+    `received` are the values with a gradient that a stage gets from the one before, `inside` those of them that have entered there.
     """
     local.graph.lint()
-    flowing, names = _carrying(local.program, local.graph, local.origins), local.program.nodes()
-    entered = entered_values(local.graph, local.layouts, flowing)
+    flowing, names = _carrying(local.program, local.graph, local.origins, received), local.program.nodes()
+    entered = entered_values(local.graph, local.layouts, flowing, inside)
     for name, value in results(local.graph, local.program.updates)[1].items():
         layout = local.layouts.get(value.name)
         if isinstance(layout, Layout) and not layout.is_whole:
-            raise VerifyError(f"{value.name} is the new value of {name}, which every rank holds whole, and is {_state(layout)}")
+            raise broken(local, value, f"is the new value of {name}, which every rank holds whole, and is {_state(layout)}")
     for node in local.graph.nodes:
         if node.op == "call_function" and node.name in names and local.origins.get(node.name) != node.name:
-            raise VerifyError(f"{node.name} has the name of a value of the whole program, and is no piece of it")
+            raise broken(local, node, "has the name of a value of the whole program, and is no piece of it")
         if node.op == "call_function" and op_name(node) != "getitem":
-            _check_collective(local, node)
-            for operand in node.all_input_nodes:
-                _check_use(local, node, operand, operand in flowing, entered)
+            try:
+                _check_collective(local, node)
+                for operand in node.all_input_nodes:
+                    _check_use(local, node, operand, operand in flowing, entered)
+            except VerifyError as error:
+                raise VerifyError(error.what, at=node.format_node() or "", source=line_of(local, node)) from None
 
 
-def _carrying(program: Program, graph: fx.Graph, origins: Mapping[str, str] = MappingProxyType({})) -> frozenset[fx.Node]:
-    """The nodes of a program's graph, global or local, through which a gradient may reach a parameter."""
+def _carrying(
+    program: Program, graph: fx.Graph, origins: Mapping[str, str] = MappingProxyType({}), received: Collection[str] = ()
+) -> frozenset[fx.Node]:
+    """The nodes of a program's graph, global or local, through which a gradient may reach a parameter, here or on a stage before."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         kind = program.types.get(origins.get(node.name, node.name))
         real = not isinstance(kind, TensorType) or kind.dtype.is_floating_point or kind.dtype.is_complex
         made = node.op == "call_function" and op_name(node) != "aten.detach.default" and any(o in found for o in node.all_input_nodes)
-        if real and (made or node.name in program.parameters):
+        if real and (made or node.name in received or node.name in program.parameters):
             found.add(node)
     return frozenset(found)
 
@@ -179,11 +207,13 @@ def _state(layout: Layout) -> str:
     return "a cut value" if layout.is_cut else "a whole value"
 
 
-def entered_values(graph: fx.Graph, layouts: Mapping[str, object], flowing: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Whole values whose gradient is a partial sum: what enters, and what operations on whole values make of it."""
+def entered_values(
+    graph: fx.Graph, layouts: Mapping[str, object], flowing: Collection[fx.Node], inside: Collection[str] = ()
+) -> frozenset[fx.Node]:
+    """Whole values whose gradient is a partial sum: what enters, here or before (`inside`), and what operations on it make whole."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if op_name(node) in ("tpcompile.enter.default", "tpcompile.seq_gather.default"):
+        if node.name in inside or op_name(node) in ("tpcompile.enter.default", "tpcompile.seq_gather.default"):
             found.add(node)
         elif node in flowing and op_name(node) not in CONVERSIONS and any(operand in found for operand in node.all_input_nodes):
             layout = layouts.get(node.name)

@@ -40,6 +40,14 @@ def test_key_value_heads_that_ranks_share_unevenly(name: str, mesh: str) -> None
     agrees(compare(model, compilation, batch))
 
 
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
+def test_parameters_that_are_not_trained(mesh: str) -> None:
+    """Where nothing before is trained, no gradient goes back: neither over the tensor ranks nor to the stage before."""
+    model, batch, _ = made("frozen")
+    report = agrees(compare(model, compiled("frozen", mesh), batch))
+    assert not any(total.axis == "pp" and total.direction == "backward" and total.call == "send" for total in report.traffic)
+
+
 @pytest.mark.parametrize(
     ("name", "mesh"), [("gpt", "dp=2,pp=2,tp=2"), ("gpt2 exact", "tp=3"), ("llama exact", "pp=2,tp=2"), ("bert", "dp=2,pp=2,tp=2")]
 )

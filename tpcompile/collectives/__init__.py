@@ -139,7 +139,7 @@ def _define_identity(name: str, arguments: str, backward: Callable[..., Tensor])
     """An operator that returns its first argument's values."""
 
     def identity(x: Tensor, axis: str, *rest: Any) -> Tensor:
-        if type(x) in (Tensor, nn.Parameter):
+        if type(x) in (Tensor, nn.Parameter) and not x.is_meta:
             check_bound(axis)
         if torch.is_grad_enabled() and x.requires_grad:
             return _Identity.apply(x, backward, (axis, *rest))  # type: ignore[no-any-return,no-untyped-call]
