@@ -52,13 +52,13 @@ def test_two_collectives_swapped_on_one_rank() -> None:
     made: dict[fx.Node, fx.Node] = {}
     swapped, late = fx.Graph(), list[fx.Node]()
     for node in source.nodes:
-        if node.name in ("linear_1_sum", "linear_1"):
+        if node.name == "linear_1_sum" or any(operand in late for operand in node.all_input_nodes):
             late.append(node)
             continue
         made[node] = swapped.node_copy(node, made.__getitem__)
-        if node.name == "linear_3_sum":
-            made |= {other: swapped.node_copy(other, made.__getitem__) for other in late[:1]}
-            made |= {other: swapped.node_copy(other, made.__getitem__) for other in late[1:]}
+        while node.name == "linear_3_sum" and late:
+            made[late[0]] = swapped.node_copy(late[0], made.__getitem__)
+            del late[0]
     swapped.lint()
     what = "linear_3_sum = tpcompile.reduce.default: rank 1 runs it where the other ranks of stage 0 run linear_1_sum"
     refused(given, swapped, 1, held(given, 1, Tiny(block=Parallel)), what)

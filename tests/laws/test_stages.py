@@ -93,8 +93,9 @@ def test_a_parameter_that_is_covered_twice() -> None:
     def change(graph: fx.Graph, one: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
         if one.name != place:
             return None
+        copy = graph.node_copy(one, made.__getitem__)
         graph.create_node("placeholder", "p_again", name="p_again")
-        return graph.node_copy(one, made.__getitem__)
+        return copy
 
     program = replace(given.local.program, parameters={**given.local.program.parameters, "p_again": "layers.1.down.weight"})
     local = replace(changed(given.local, change, {}), program=program)

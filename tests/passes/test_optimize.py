@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from pass_models import Parallel, before_and_after, local, sharded, tiny
+from pass_models import Parallel, Tiny, before_and_after, captured, local, sharded, tiny
 from torch import Tensor, nn
 
 import tpcompile
@@ -86,3 +86,12 @@ def test_what_enters_late_serves_an_earlier_reader() -> None:
     compiled = tpcompile.compile(model, "tp=2", batch)
     assert sum(op_name(node) == "tpcompile.enter.default" for node in compiled.history["optimize"].made.graph.nodes) == 1
     assert tpcompile.check(model, "tp=2", batch).ok
+
+
+def test_an_enter_behind_a_sum_without_a_name_of_its_own() -> None:
+    """What a row by itself enters has been reduced before: the sum stands for no value of the whole program."""
+    model = Tiny()
+    model.head = nn.Linear(6, 7, bias=False)
+    program = captured(model, tiny()[1])
+    made = verify(optimize(local(program, 2, head="row")))
+    assert any(node.name.endswith("_slice") for node in made.graph.nodes)

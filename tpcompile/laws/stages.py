@@ -88,7 +88,8 @@ def _check_boundary(local: Local, whole: dict[str, fx.Node], sender: Stage, rece
 
 def _listed(boundaries: Sequence[Boundary]) -> str:
     def one(boundary: Boundary) -> str:
-        return f"{boundary.name} {type_text(boundary.type, boundary.layout)}" + ("" if boundary.requires_grad else " without a gradient")
+        layout = "" if boundary.layout.is_whole else f" as {boundary.layout}"
+        return f"{boundary.name} {type_text(boundary.type)}{layout}" + ("" if boundary.requires_grad else " without a gradient")
 
     return ", ".join(map(one, boundaries)) or "nothing"
 
