@@ -301,9 +301,7 @@ def test_ids_that_are_no_whole_numbers() -> None:
             return self.words(ids)  # here
 
     message = refusal(InputError, lambda: capture(Words(), {"ids": torch.ones(2, 3)}))
-    assert message.startswith(
-        "Words does not run on this batch: RuntimeError: Expected tensor for argument #1 'indices' to have one"
-    )
+    assert message.startswith("Words does not run on this batch: RuntimeError: Expected tensor for argument #1 'indices' to have one")
     assert f"  at   return self.words(ids)  # here\n  from {line(Words)}" in message
 
 
