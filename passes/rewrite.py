@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from tpcompile.collectives import ops
-from tpcompile.factors import in_steps
+from tpcompile.factors import in_steps, reshape
 from tpcompile.ir import Local, PerRank, Sharded
 from tpcompile.layout import Cut, Dim, Even, Layout, Size, bounds, cut_factors, local_size, pieces, same, size_of, whole
 from tpcompile.passes._ends import write_end
 from tpcompile.passes._entering import along_positions
 from tpcompile.passes._lengths import symbol_nodes
-from tpcompile.rules import ADDENDS, ENDS, Op, addend, argument, op_name, view_op, wants_of
+from tpcompile.rules import ADDENDS, ENDS, Op, addend, argument, op_name, opened, view_op, wants_of
 
 
 def rewrite(sharded: Sharded) -> Local:
@@ -328,7 +328,9 @@ def localize(
         case "tpcompile.dropout_at.default":
             return _drop_at(op, writer, layout, args)
         case name if name in CHANNELS and argument(op.node, "groups") != 1:
-            return op.node.target, *_set(op, args, kwargs, "groups", writer.number(lambda c: local_size(layout.dims[1], c)))
+            return op.node.target, *_set(
+                op, args, kwargs, "groups", writer.number(lambda c: local_size(reshape(layout, opened(op).outs[0].shape).dims[1], c))
+            )
     return op.node.target, args, kwargs
 
 

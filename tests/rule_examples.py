@@ -8,6 +8,8 @@ import torch
 from one_call import Example, e, ends, every, f, fixed, i, m, pos, signs, single, unit, z
 
 OVER_PLACES = [e(f(3, 5, 4), i(3, 4, high=5), None, reduction) for reduction in (0, 1, 2)]
+GROUPED = [e(f(2, 9, 7), f(15, 3, 2), f(15), [1], [1], [1], 3), e(f(2, 3, 7), f(6, 1, 2), None, [1], [0], [1], 3)]
+"""Convolutions in groups: 3 of 3 channels each to 5, and 3 of 1 each to 2."""
 
 OVER_CLASSES = [
     e(f(6, 5, *places), i(6, *places, high=5), weight, reduction, 2, smoothing)  # labels of class 2 are ignored
@@ -52,9 +54,18 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.cat.default": [e([f(3, 4), f(3, 5)], -1), e([f(3, 4), f(2, 4)])],
     "aten.concat.default": [e([f(3, 4), f(3, 5)], 1)],
     "aten.concatenate.default": [e([f(3, 4), f(3, 5)], 1)],
-    "aten.conv1d.default": [e(f(3, 4, 9), f(5, 4, 2), f(5)), e(f(3, 4, 9), f(5, 4, 2)), e(f(3, 4, 9), f(4, 1, 2), f(4), [1], [1], [1], 4)],
+    "aten.conv1d.default": [
+        e(f(3, 4, 9), f(5, 4, 2), f(5)),
+        e(f(3, 4, 9), f(5, 4, 2)),
+        e(f(3, 4, 9), f(4, 1, 2), f(4), [1], [1], [1], 4),
+        *GROUPED,
+    ],
     "aten.conv1d.padding": [e(f(3, 4, 9), f(5, 4, 3), f(5), [1], "same"), e(f(3, 4, 9), f(4, 1, 3), f(4), [1], "valid", [1], 4)],
-    "aten.conv2d.default": [e(f(2, 3, 6, 7), f(4, 3, 2, 3), f(4)), e(f(2, 3, 6, 7), f(3, 1, 2, 3), None, [1, 1], [0, 0], [1, 1], 3)],
+    "aten.conv2d.default": [
+        e(f(2, 3, 6, 7), f(4, 3, 2, 3), f(4)),
+        e(f(2, 3, 6, 7), f(3, 1, 2, 3), None, [1, 1], [0, 0], [1, 1], 3),
+        e(f(2, 8, 6, 7), f(12, 2, 2, 3), f(12), [1, 1], [0, 0], [1, 1], 4),
+    ],
     "aten.conv2d.padding": [e(f(2, 3, 6, 7), f(4, 3, 3, 3), f(4), [1, 1], "same")],
     "aten.cosine_embedding_loss.default": [e(f(3, 5), f(3, 5), signs(3), 0.1, reduction) for reduction in (0, 1, 2)],
     "aten.cross_entropy_loss.default": [

@@ -12,9 +12,24 @@ import torch
 from one_call import Call, Example, cut_dim, e, f, overload
 from rule_examples import EXAMPLES, POINTWISE_SAMPLES
 
-from tpcompile.factors import LayoutError
+from tpcompile.factors import LayoutError, reshape
 from tpcompile.layout import Dim, Factor, Layout, Open, same, size_of, whole_dim
-from tpcompile.rules import ENDS, JOINS, PARTED, POINTWISE, RESHAPES, RULES, Bound, Op, Token, backward, bind_rule, forward, has_rule
+from tpcompile.rules import (
+    ENDS,
+    JOINS,
+    PARTED,
+    POINTWISE,
+    RESHAPES,
+    RULES,
+    Bound,
+    Op,
+    Token,
+    backward,
+    bind_rule,
+    forward,
+    has_rule,
+    opened,
+)
 
 TABLES = sorted({*RULES, *POINTWISE, *PARTED})
 UNDEFINED = ("empty",)
@@ -55,11 +70,13 @@ def with_letter(tokens: tuple[tuple[Token, ...], ...], shapes: list[tuple[int, .
 
 
 def outs_cut(op: Op, bound: Bound, letter: str) -> list[Layout]:
-    return with_letter(bound.outs, [kind.shape for kind in op.outs], letter, cut_dim(int(bound.sizes[letter])))  # type: ignore[misc, arg-type]
+    made = with_letter(bound.outs, [kind.shape for kind in opened(op).outs], letter, cut_dim(int(bound.sizes[letter])))  # type: ignore[misc, arg-type]
+    return [reshape(layout, kind.shape) for layout, kind in zip(made, op.outs, strict=True)]
 
 
 def ins_cut(op: Op, bound: Bound, letter: str) -> list[Layout]:
-    return with_letter(bound.ins, [kind.shape for kind in op.ins], letter, cut_dim(int(bound.sizes[letter])))  # type: ignore[misc, arg-type]
+    made = with_letter(bound.ins, [kind.shape for kind in opened(op).ins], letter, cut_dim(int(bound.sizes[letter])))  # type: ignore[misc, arg-type]
+    return [reshape(layout, kind.shape) for layout, kind in zip(made, op.ins, strict=True)]
 
 
 LETTERED = [name for name in [*TABLES, *POINTWISE_SAMPLES] if name not in PARTED and not any(word in name for word in UNDEFINED)]
@@ -128,7 +145,7 @@ def test_where_a_cut_ends(name: str, example: Example) -> None:
 @pytest.mark.parametrize(("name", "example"), examples(sorted(RULES)))
 def test_a_letter_stands_for_dimensions_of_one_size(name: str, example: Example) -> None:
     """Where a letter stands for a dimension of another size than one or its own, the rule says that it is shared."""
-    op = Call.of(name, example).op
+    op = opened(Call.of(name, example).op)
     bound = bind_rule(op)
     for tokens, kind in zip(bound.ins + bound.outs, op.ins + op.outs, strict=True):
         for token, size in zip(tokens, kind.shape, strict=True):

@@ -1,11 +1,16 @@
-"""What splits and concatenations do to layouts: a dimension's parts follow each other, and each is cut in its own way."""
+"""Dimensions that are made of others, as rules see them.
+
+What splits and concatenations do to layouts: a dimension's parts follow each other, and each is cut in its own way. And operations whose
+dimensions are products, taken apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from tpcompile.factors import LayoutError, concatenate, divide, join
-from tpcompile.layout import Dim, Layout, cut_factors, size_of, whole_dim
+from tpcompile.factors import LayoutError, concatenate, divide, join, quotient
+from tpcompile.layout import Dim, Layout, Size, TensorType, cut_factors, size_of, whole_dim
 from tpcompile.operation import Op
 
 
@@ -65,3 +70,31 @@ def _are_whole(parts: Sequence[Dim]) -> bool:
 
 def _with(layout: Layout, at: int, dim: Dim) -> Layout:
     return Layout((*layout.dims[:at], dim, *layout.dims[at + 1 :]), layout.partial)
+
+
+CONVOLUTIONS: Mapping[str, int] = {"aten.conv1d.default": 3, "aten.conv1d.padding": 3, "aten.conv2d.default": 4, "aten.conv2d.padding": 4}
+"""Each with the number of dimensions of what it takes: rows, channels and places."""
+
+
+def opened(op: Op) -> Op:
+    """The operation with the dimensions that its rule has letters for.
+
+    A convolution's channels in groups are groups and channels: x [b, 64, s] and weight [128, 16, 3] in 4 groups are x [b, 4, 16, s] and
+    weight [4, 32, 16, 3]. The columns of windows are channels and windows: [b, 27, 100] of windows of 9 are [b, 3, 9, 100].
+    """
+    ins, outs = op.ins, op.outs
+    if op.name in CONVOLUTIONS and op.argument("groups", 1) != 1 and op.rank(0) == op.rank(1) == CONVOLUTIONS[op.name]:
+        groups = op.argument("groups")
+        ins = tuple(_apart(kind, at, groups) for kind, at in zip(ins, (1, 0, 0), strict=False))
+        outs = (_apart(outs[0], 1, groups),)
+    elif op.name == "aten.im2col.default" and len(outs[0].shape) < op.rank(0):
+        outs = (_apart(outs[0], -2, ins[0].shape[-3]),)
+    elif op.name == "aten.col2im.default" and op.rank(0) < len(outs[0].shape):
+        ins = (_apart(ins[0], -2, outs[0].shape[-3]),)
+    return op if ins is op.ins and outs is op.outs else replace(op, ins=ins, outs=outs)
+
+
+def _apart(kind: TensorType, at: int, first: Size) -> TensorType:
+    """A dimension as two, of which one is the first."""
+    at %= len(kind.shape)
+    return TensorType(kind.dtype, (*kind.shape[:at], first, quotient(kind.shape[at], first), *kind.shape[at + 1 :]))

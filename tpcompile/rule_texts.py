@@ -106,7 +106,7 @@ def attention(op: Op) -> str:
     batch = string.ascii_lowercase[: max(rank - 3, 0)]
     head = ["h"] if rank > 2 else []
     shared = ["h~"] if rank > 2 else []
-    query, key, value = [*batch, *head, "q!", "e!"], [*batch, *shared, "k!", "e!"], [*batch, *shared, "k!", "v!"]
+    query, key, value = [*batch, *head, "q!", "e!"], [*batch, *shared, "k!", "e!"], [*batch, *shared, "k!", "v"]
     texts = [query, key, value]
     if len(op.ins) > 3:
         texts.append([*batch, *head, "q!", "k!"][rank - op.rank(3) :])
@@ -244,10 +244,9 @@ def resized(op: Op, spatial: int) -> str:
 
 
 def refolded(op: Op) -> str:
-    """Windows of an image as columns, or back: channels, and places, become others."""
-    lead = letters(op, 0).split()[: -3 if op.name.startswith("aten.im2col") else -2]
-    read, made = ([f"{kind}{d}!" for d in range(len(shape.shape) - len(lead))] for kind, shape in (("X", op.ins[0]), ("Y", op.outs[0])))
-    return f"{' '.join([*lead, *read])} -> {' '.join([*lead, *made])}"
+    """Windows of an image [c, h, w] as columns [c·window, places], or back: each channel by itself."""
+    channels = letters(op, 0).split()[:-2]
+    return f"{' '.join([*channels, 'X!', 'Y!'])} -> {' '.join([*channels, 'U!', 'V!'])}"
 
 
 def transformed(op: Op) -> str:
@@ -267,17 +266,12 @@ def parted(op: Op) -> str:
 
 
 def convolution(op: Op, spatial: int) -> str:
-    """x [b, c, …], weight [o, c / groups, …]: channels in are contracted; with as many groups as channels, each channel by itself."""
+    """x [b, c, …], weight [o, c, …]: channels in are contracted; in groups, x [b, g·c, …], weight [g·o, c, …], within each group."""
     places = " ".join(f"{n}!" for n in "xyz"[:spatial])
     window = " ".join(f"{n}!" for n in "uvw"[:spatial])
-    bias = ", o" if len(op.ins) > 2 else ""
-    groups = op.argument("groups", 1)
-    if groups == 1:
-        return f"b c {places}, o c {window}{bias} -> b o {places}"
-    if groups == op.ins[0].shape[1] == op.outs[0].shape[1]:
-        return f"b o {places}, o 1 {window}{bias} -> b o {places}"
-    bias = ", B!" if len(op.ins) > 2 else ""
-    return f"b C! {places}, O! I! {window}{bias} -> b P! {places}"
+    group = "g " if op.argument("groups", 1) != 1 else ""
+    bias = f", {group}o" if len(op.ins) > 2 else ""
+    return f"b {group}c {places}, {group}o c {window}{bias} -> b {group}o {places}"
 
 
 def elements(op: Op, *tails: str) -> str:

@@ -36,6 +36,7 @@ from tpcompile.operation import aten_names as aten_names
 from tpcompile.operation import op_name as op_name
 from tpcompile.operation import view_op as view_op
 from tpcompile.rule_parts import joined, split, unjoined, unsplit
+from tpcompile.rule_parts import opened as opened
 from tpcompile.rule_texts import (
     along,
     attention,
@@ -351,7 +352,8 @@ class Bound:
 
 
 def bind_rule(op: Op, end: bool = False, text: str | None = None) -> Bound:
-    """The rule of an operation, or the one that `text` is, dimension by dimension."""
+    """The rule of an operation, or the one that `text` is, dimension by dimension as `opened` spells them."""
+    op = opened(op)
     return _bind(op.name, rule_text(op, end) if text is None else text, op.ins, op.outs)
 
 
@@ -397,6 +399,9 @@ def backward(op: Op, outs: Sequence[Layout | None]) -> list[Layout]:
         return unjoined(op, _only(outs))
     if op.name in LIMITS:
         LIMITS[op.name](_only(outs))
+    if (apart := opened(op)) is not op:
+        ins = backward(apart, [layout and reshape(layout, kind.shape) for layout, kind in zip(outs, apart.outs, strict=True)])
+        return [reshape(layout, kind.shape) for layout, kind in zip(ins, op.ins, strict=True)]
     bound = bind_rule(op)
     dims: dict[str, Dim] = {}
     for tokens, layout in zip(bound.outs, outs, strict=True):
@@ -488,6 +493,10 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, e
         return split(op, ins[0])
     if op.name in JOINS:
         return [joined(op, ins)]
+    if (apart := opened(op)) is not op:
+        sides = ((ins, apart.ins), (declared, apart.outs))
+        ins, declared = ([reshape(layout, kind.shape) for layout, kind in zip(*side, strict=False)] for side in sides)
+        return [reshape(layout, kind.shape) for layout, kind in zip(forward(apart, ins, declared, end, text), op.outs, strict=True)]
     bound = bind_rule(op, end, text)
     dims: dict[str, Dim] = {}
     unlike: list[tuple[str, Dim]] = []  # sizes that are equal only when it runs, if at all
