@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from tpcompile.factors import LayoutError, join
+from tpcompile.factors import LayoutError, join, reshape
 from tpcompile.ir import Cone, Kind, Program
-from tpcompile.layout import Dim, Factor, Layout, Open, TensorType
+from tpcompile.layout import Dim, Factor, Layout, Open, TensorType, whole_dim
 from tpcompile.passes._aside import aside, follow
-from tpcompile.rules import ENDS, PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, view_op
+from tpcompile.passes._finer import finer
+from tpcompile.passes._ends import sums_after
+from tpcompile.rules import ENDS, PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, opened, view_op
 
 ATTENDS = ("softmax", "attention")
 """An operation whose name has one of these makes a region attention: its heads are what is cut."""
@@ -26,6 +28,7 @@ STILL = RESHAPES | {
 
 def detect(program: Program) -> tuple[Cone, ...]:
     """Find, for every linear, the region that it would end as the row-cut one; and for every table and loss, what its rows or scores end.
+    For linears that are columns of none, the region that a sum of values ends.
 
     before  %h = linear(%x, up), %a = gelu(%h), %y = linear(%a, down)
     after   mlp: row %y, column %h; %h, %a : [b, s, 256@?0], up [256@?0, 64], down [64, 256@?0]
@@ -35,10 +38,20 @@ def detect(program: Program) -> tuple[Cone, ...]:
     cones: list[Cone] = []
     for node in program.graph.nodes:
         for op, letter, bound in seeds(program, node, weights):
-            cone = _Walk(program, order, weights, len(cones)).run(op, letter, bound)
-            cones.append(replace(cone, layouts={**cone.layouts, **follow(program, apart, cone.layouts)}))
+            walk: _Walk | None = _Walk(program, order, weights, len(cones))
+            while walk is not None:
+                cone = walk.run(op, letter, bound)
+                cones.append(replace(cone, layouts={**cone.layouts, **follow(program, apart, cone.layouts)}))
+                walk = _Walk(program, order, weights, len(cones), seed=walk.finer) if walk.finer else None
         for op, letter, bound in ends(program, node):
             cones.append(replace(_Walk(program, order, weights, len(cones)).run(op, letter, bound), kind="vocabulary"))
+    products = {cone.seed for cone in cones if cone.kind != "vocabulary"}
+    alone = products.difference(*(cone.columns for cone in cones))
+    for op, letter, bound in sums_after(program, alone, products):
+        walk = _Walk(program, order, weights, len(cones))
+        cone = walk.run(op, letter, bound)
+        if walk.within and not alone.isdisjoint(cone.columns):
+            cones.append(replace(cone, kind="sum"))
     return tuple(cones)
 
 
@@ -57,7 +70,7 @@ def seeds(program: Program, node: fx.Node, weights: frozenset[fx.Node]) -> Itera
     """The operation with each letter that it contracts between a weight and another value."""
     if node.op != "call_function" or not isinstance(program.types.get(node.name), TensorType) or op_name(node) in PARTED:
         return
-    op = view_op(node, program.types)
+    op = opened(view_op(node, program.types))
     if not any(operand in weights for operand in op.operands) or all(operand in weights for operand in op.operands) or not has_rule(op):
         return
     try:
@@ -106,16 +119,23 @@ class _Walk:
     order: Mapping[fx.Node, int]
     weights: frozenset[fx.Node]
     key: int
+    seed: Dim = ()  # how the contracted dimension is cut; (): it is one factor
+    finer: Dim | None = None  # how else it might be, after a stop
     needs: dict[fx.Node, Layout] = field(default_factory=dict)
     items: dict[fx.Node, dict[int, Layout]] = field(default_factory=dict)
     queue: list[tuple[int, fx.Node]] = field(default_factory=list)
     layouts: dict[str, Layout | tuple[Layout, ...]] = field(default_factory=dict)
-    columns: list[str] = field(default_factory=list)
-    crossed: list[str] = field(default_factory=list)
+    products: dict[str, list[fx.Node]] = field(default_factory=dict)  # what contracts with a cut weight, and what else it takes pieces of
+    within: list[str] = field(default_factory=list)  # products of values
+    crossed: dict[str, str] = field(default_factory=dict)  # value → operation
     stops: list[tuple[str, str]] = field(default_factory=list)
 
     def run(self, op: Op, letter: str, bound: Bound) -> Cone:
-        wants = tuple(_seed_layout(tokens, kind, letter, self.key) for tokens, kind in zip(bound.ins, op.ins, strict=True))
+        self.seed = tuple(tuple(replace(f, cut=f.cut and Open(self.key)) for f in segment) for segment in self.seed)
+        self.seed = self.seed or ((Factor(bound.sizes[letter], Open(self.key)),),)
+        apart = (_seed_layout(tokens, kind, letter, self.seed) for tokens, kind in zip(bound.ins, op.ins, strict=True))
+        shapes = (self.program.types[operand.name].shape for operand in op.operands)  # type: ignore[union-attr]
+        wants = tuple(reshape(layout, shape) for layout, shape in zip(apart, shapes, strict=True))
         try:
             for operand, layout in zip(op.operands, wants, strict=True):
                 self.need(operand, layout)
@@ -123,17 +143,32 @@ class _Walk:
                 self.visit(heapq.heappop(self.queue)[1])
         except LayoutError as error:
             self.stops.append((op.node.name, str(error)))
-            self.columns.clear()
+            self.products.clear()
         return self.cone(op, wants)
 
     def cone(self, op: Op, wants: tuple[Layout, ...]) -> Cone:
         stop, reason = self.stops[0] if self.stops else ("", "")
-        return Cone(op.node.name, self.kind(), wants, self.layouts, tuple(self.columns), stop, reason)
+        columns = tuple(name for name in self.products if self.is_first(name))
+        return Cone(op.node.name, self.kind(columns), wants, self.layouts, columns, stop, reason)
 
-    def kind(self) -> Kind:
-        if any(word in name for name in self.crossed for word in ATTENDS):
+    def is_first(self, name: str) -> bool:
+        """Whether no other product with a weight leads to this one: what it takes pieces of is whole somewhere above."""
+        stack, seen = list(self.products[name]), set[fx.Node]()
+        while stack:
+            value = stack.pop()
+            if value in seen or value.name not in self.layouts:
+                continue
+            if value.name in self.products:
+                return False
+            seen.add(value)
+            stack += value.all_input_nodes
+        return True
+
+    def kind(self, columns: Collection[str]) -> Kind:
+        crossed = [name for value, name in self.crossed.items() if value not in columns]
+        if any(word in name for name in crossed for word in ATTENDS):
             return "attention"
-        return "linear" if all(name in STILL for name in self.crossed) else "mlp"
+        return "linear" if all(name in STILL for name in crossed) else "mlp"
 
     def need(self, node: fx.Node, layout: Layout) -> None:
         """Ask for a value in a layout; two uses must agree."""
@@ -163,6 +198,7 @@ class _Walk:
             full = forward(op, ins) if node in self.items else [self.needs[node]]
         except LayoutError as error:
             self.stops.append((node.name, str(error)))
+            self.finer = self.finer or finer(op, outs, self.seed)
             for item in node.users if node in self.items else ():
                 self.layouts.pop(item.name, None)
             return
@@ -170,13 +206,15 @@ class _Walk:
         for item in node.users if node in self.items else ():
             if op_name(item) == "getitem":
                 self.layouts[item.name] = full[item.args[1]]  # type: ignore[index]
-        self.crossed.append(op.name)
+        self.crossed[node.name] = op.name
         for operand, layout in zip(op.operands, ins, strict=True):
             self.need(operand, layout)
         cut = [operand for operand, layout in zip(op.operands, ins, strict=True) if layout.is_cut]
-        if _contracts(op) and node not in self.weights and all(operand in self.weights for operand in cut):
-            self.columns.append(node.name)
-            self.crossed.pop()
+        if node not in self.weights and _contracts(op):
+            if any(operand in self.weights for operand in cut):
+                self.products[node.name] = [operand for operand in cut if operand not in self.weights]
+            else:
+                self.within.append(node.name)
 
     def visit_item(self, node: fx.Node) -> None:
         parent, index = node.args
@@ -204,9 +242,8 @@ def _contracts(op: Op) -> bool:
     return any(letter not in kept and letter not in bound.never for letter in bound.sizes)
 
 
-def _seed_layout(tokens: Iterable[object], kind: TensorType, letter: str, key: int) -> Layout:
+def _seed_layout(tokens: Iterable[object], kind: TensorType, letter: str, seed: Dim) -> Layout:
     dims: list[Dim] = []
     for token, size in zip(tokens, kind.shape, strict=True):
-        cut = Open(key) if getattr(token, "letter", "") == letter and size != 1 else None
-        dims.append(((Factor(size, cut),),))
+        dims.append(seed if getattr(token, "letter", "") == letter and size != 1 else whole_dim(size))
     return Layout(tuple(dims))

@@ -34,8 +34,8 @@ from tpcompile.passes._reasons import user_line
 from tpcompile.passes._trim import reads, trimmed
 from tpcompile.rules import ENDS, Op, bind_rule, forward, has_rule, op_name, view_op, wants_of
 
-RANK: Mapping[Kind, int] = {"attention": 0, "vocabulary": 1, "mlp": 2, "linear": 3, "column": 4, "row": 4}
-"""Which region wins where two want the same linear: attention, a vocabulary, then MLP, then a bare chain of linears."""
+RANK: Mapping[Kind, int] = {"attention": 0, "vocabulary": 1, "mlp": 2, "linear": 3, "sum": 4, "column": 5, "row": 5}
+"""Which region wins where two want the same linear: attention, a vocabulary, then MLP, a bare chain of linears, what ends in a sum."""
 
 CONFLICT = 2
 """What another region has, or would have to share, is the last reason to give; that of a region's row goes before that of its columns."""
@@ -109,7 +109,7 @@ def _joins(a: Union, b: Union) -> bool:
     return (
         bool(shared)
         and all(_alike(a.layouts[name], b.layouts[name]) for name in shared)
-        and not set(a.rows) & b.layouts.keys()
+        and not set(a.rows) & {*b.rows, *b.layouts}
         and not set(b.rows) & a.layouts.keys()
     )
 
@@ -191,6 +191,8 @@ class _Chooser:
             if name in self.taken and (name not in self.program.parameters or not _equal(self.taken[name], layout)):
                 return f"{self.path(name)} is cut in another region"
         for row in union.rows:
+            if row in self.rows:
+                return "it is cut in another way"
             if row in self.taken:
                 return f"{self.path(row)} is column-cut in another region"
         return ""
@@ -430,7 +432,7 @@ def left(program: Program, cones: Sequence[Cone], regions: Sequence[Region], cho
     seen: set[str] = set()
     for cone in cones:
         told = cone.kind == "vocabulary" and not _looks_up(chooser.nodes[cone.seed], program) and (cone.columns or not cone.reason)
-        if cone.seed in cut or cone.seed in seen or told:
+        if cone.kind == "sum" or cone.seed in cut or cone.seed in seen or told:
             continue
         seen.add(cone.seed)
         source = program.sources.get(cone.seed)

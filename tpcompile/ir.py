@@ -125,7 +125,7 @@ def results(graph: fx.Graph, updates: Sequence[str]) -> tuple[list[fx.Node], dic
     return [node for node in returned if isinstance(node, fx.Node)], dict(zip(updates, renewed, strict=True))
 
 
-Kind = Literal["attention", "mlp", "vocabulary", "linear", "column", "row"]
+Kind = Literal["attention", "mlp", "vocabulary", "linear", "sum", "column", "row"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Cone:
     Layouts hold open cuts: the ranges are chosen by plan, once for all values of a region. A node with several outputs has a tuple.
     """
 
-    seed: str  # the row-cut linear, or the look-up or loss that a cut of the vocabulary ends in
+    seed: str  # the row-cut linear, a sum over values, or the look-up or loss that a cut of the vocabulary ends in
     kind: Kind
     wants: tuple[Layout, ...]  # what the seed needs of its operands
     layouts: Mapping[str, Layout | tuple[Layout, ...]]  # every value of the region that is cut, weights included

@@ -496,7 +496,7 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, e
     if (apart := opened(op)) is not op:
         sides = ((ins, apart.ins), (declared, apart.outs))
         ins, declared = ([reshape(layout, kind.shape) for layout, kind in zip(*side, strict=False)] for side in sides)
-        return [reshape(layout, kind.shape) for layout, kind in zip(forward(apart, ins, declared, end, text), op.outs, strict=True)]
+        return [reshape(layout, kind.shape) for layout, kind in zip(forward(apart, ins, declared, end=end, text=text), op.outs, strict=True)]
     bound = bind_rule(op, end, text)
     dims: dict[str, Dim] = {}
     unlike: list[tuple[str, Dim]] = []  # sizes that are equal only when it runs, if at all
