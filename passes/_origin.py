@@ -75,21 +75,35 @@ def layers_of(model: nn.Module, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 def _paths(nodes: Iterable[fx.Node]) -> list[str]:
     """All module paths that nodes ran in, by their first node."""
-    return list(dict.fromkeys(_own_path(entry[0]) for node in nodes for entry in (node.meta.get("nn_module_stack") or {}).values()))
+    return list(dict.fromkeys(path for node in nodes for path in _above(node)))
+
+
+def _around(node: fx.Node) -> list[str]:
+    """The modules that a node ran in, outermost first."""
+    return [_own_path(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def _above(node: fx.Node) -> list[str]:
+    """The modules that hold those that a node ran in: with those whose `forward` was called past the module itself."""
+    words = [path.split(".") for path in _around(node)]
+    return [".".join(path[:depth]) for path in words for depth in range(1, len(path) + 1)]
 
 
 def _runs(model: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, list[str]]:
     """For every container, its children in the order they run. Containers whose children run again later are left out."""
+    found = {**_children(model, map(_above, nodes)), **_children(model, map(_around, nodes))}
+    return {parent: run for parent, run in found.items() if len(set(run)) == len(run)}
+
+
+def _children(model: nn.Module, ways: Iterable[Iterable[str]]) -> dict[str, list[str]]:
     runs: dict[str, list[str]] = {}
-    for node in nodes:
-        for entry in (node.meta.get("nn_module_stack") or {}).values():
-            path = _own_path(entry[0])
-            parent = path.rpartition(".")[0]
-            if path and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential | nn.ModuleDict):
-                run = runs.setdefault(parent, [])
-                if not run or run[-1] != path:
-                    run.append(path)
-    return {parent: run for parent, run in runs.items() if len(set(run)) == len(run)}
+    for path in (path for way in ways for path in way):
+        parent = path.rpartition(".")[0]
+        if path and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            run = runs.setdefault(parent, [])
+            if not run or run[-1] != path:
+                run.append(path)
+    return runs
 
 
 def _like(model: nn.Module, container: str, children: Sequence[str]) -> list[str]:

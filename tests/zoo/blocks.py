@@ -10,6 +10,7 @@ that it makes.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from torch import fx
 
 from tpcompile.ir import Program
 from tpcompile.layout import TensorType, product
-from tpcompile.rules import argument, op_name
+from tpcompile.rules import op_name
+from zoo.laws import NORMED, law
 
 
 def words(text: str) -> frozenset[str]:
@@ -29,12 +31,10 @@ def words(text: str) -> frozenset[str]:
 FUSED = "scaled_dot_product_attention"
 PRODUCTS = words("_grouped_mm addmm baddbmm bmm conv1d conv2d einsum grouped_mm_fallback linear matmul mm") | {FUSED}
 SOFTMAX = words("_safe_softmax log_softmax softmax")
-CHOICES = words("argmax argsort max sort topk")
 NORMS = words("layer_norm rms_norm")
 MIXERS = NORMS | words("cumprod cumsum embedding flip logcumsumexp mean roll rsqrt sum var")
 """What mixes positions or channels: a value that comes through one of these is no MLP's."""
 ACTIVATIONS = words("celu elu erf gelu hardswish leaky_relu mish pow relu relu6 selu sigmoid silu softplus square tanh")
-MOVES = words("chunk clone contiguous getitem slice split split_with_sizes to")
 
 
 def word(node: fx.Node) -> str:
@@ -63,8 +63,15 @@ class Blocks:
     rows: set[fx.Node] = field(default_factory=set)  # products that end an attention or an MLP
 
     @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Where the layers are. Where none follows another, as one layer that runs again and again: the outermost numbered modules."""
+        numbered = re.compile(r"(?:\w+\.)*?\d+(?=\.)")
+        names = (numbered.match(name) for name in self.program.parameters.values())
+        return self.program.layers or tuple(dict.fromkeys(name[0] for name in names if name)) or ("",)
+
+    @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        found: dict[str, set[str]] = {layer: set() for layer in self.program.layers or ("",)}
+        found: dict[str, set[str]] = {layer: set() for layer in self.paths}
         for node, kind in self.parts():
             if (layer := self.layer_of(node)) is not None:
                 found[layer].add(kind)
@@ -85,7 +92,7 @@ class Blocks:
         found = {}
         for placeholder, name in self.program.parameters.items():
             kind = self.program.types[placeholder]
-            inside = any(name == layer or name.startswith(layer + ".") or not layer for layer in self.program.layers or ("",))
+            inside = any(name == layer or name.startswith(layer + ".") or not layer for layer in self.paths)
             if inside and isinstance(kind, TensorType) and len(kind.shape) > 1 and placeholder not in self.by_law:
                 found[placeholder] = int(product(kind.shape))
         return found
@@ -96,9 +103,11 @@ class Blocks:
         _ = self.layers  # finds the rows
         found: dict[str, str] = {}
         for node in self.program.graph.nodes:
-            if not self.weighted(node) or node in self.rows or self.layer_of(node) is None:
+            if not self.weighted(node) or self.layer_of(node) is None:
                 continue
-            reason = self.law(node)
+            reason = law(self.program, node, self.constant)
+            if reason == NORMED and node in self.rows:
+                continue
             for weight in self.parameters_of(node) if reason else ():
                 found[weight] = reason
         return found
@@ -148,35 +157,6 @@ class Blocks:
 
         return [operand for operand in node.all_input_nodes if floating(self.program.types.get(operand.name))]
 
-    # ------------------------------------------------------------------------------------------- what is whole by law
-
-    def law(self, node: fx.Node) -> str:
-        if any(self.after(node, lambda n: word(n) in CHOICES)):
-            return "a router"
-        if self.meets_norm(node):
-            return "its output meets a norm over the same dimension"
-        return ""
-
-    def meets_norm(self, node: fx.Node) -> bool:
-        """Whether the product's output, or a part of it, is normed along the whole dimension that the product made."""
-        parts = [node]
-        for value in parts:
-            for user in value.users:
-                if word(user) in MOVES:
-                    parts.append(user)
-                squared = word(user) in ("pow", "square", "mul") and any(map(self.is_mean_of_last, user.users))
-                if squared or (word(user) in NORMS and user.args[0] is value):
-                    return True
-        return False
-
-    def is_mean_of_last(self, node: fx.Node) -> bool:
-        if op_name(node) not in ("aten.mean.dim", "aten.sum.dim_IntList", "aten.linalg_vector_norm.default"):
-            return False
-        operand = node.args[0]
-        kind = self.program.types[operand.name] if isinstance(operand, fx.Node) else None
-        dims = argument(node, "dim")
-        return isinstance(kind, TensorType) and bool(dims) and [dim % len(kind.shape) for dim in dims] == [len(kind.shape) - 1]
-
     # -------------------------------------------------------------------------------------------------- the graph
 
     @cached_property
@@ -212,9 +192,9 @@ class Blocks:
 
     def layer_of(self, node: fx.Node) -> str | None:
         source = self.program.sources.get(node.name)
-        if not self.program.layers:
+        if self.paths == ("",):
             return ""
-        inside = [layer for layer in self.program.layers if source and (source.path == layer or source.path.startswith(layer + "."))]
+        inside = [layer for layer in self.paths if source and (source.path == layer or source.path.startswith(layer + "."))]
         return max(inside, key=len, default=None)
 
     def before(self, node: fx.Node, wanted: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
