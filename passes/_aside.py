@@ -9,7 +9,7 @@ from torch import fx
 from tpcompile.factors import LayoutError, join, reshape
 from tpcompile.ir import Program, results
 from tpcompile.layout import Dim, Layout, TensorType, cut_factors, same, whole_dim
-from tpcompile.rules import RESHAPES, SPLITS, Op, backward, bind_rule, has_rule, opened, view_op
+from tpcompile.rules import RESHAPES, SPLITS, Op, backward, bind_rule, has_rule, view_op
 
 
 def aside(graph: fx.Graph, updates: Sequence[str]) -> dict[fx.Node, None]:
@@ -42,7 +42,7 @@ def follow(program: Program, nodes: Iterable[fx.Node], layouts: Mapping[str, Lay
 
 def carried(op: Op, known: Mapping[fx.Node, object]) -> Layout:
     """The layout of an operation's result that keeps its operands' cuts; other operands are sliced. Raises LayoutError for none."""
-    if not has_rule(op) or op.name in SPLITS or opened(op) is not op:
+    if not has_rule(op) or op.name in SPLITS:
         raise LayoutError(f"no rule for {op.name}")
     cut = {place: layout for place, o in enumerate(op.operands) if isinstance(layout := known.get(o), Layout) and layout.is_cut}
     if not cut:

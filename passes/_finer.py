@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tpcompile.factors import LayoutError
 from tpcompile.layout import Dim, Factor, Layout, Open, canonical, cut_factors
-from tpcompile.rules import JOINS, PARTED, Op, bind_rule, opened
+from tpcompile.rules import JOINS, PARTED, Op, bind_rule
 
 
 def finer(op: Op, outs: Sequence[Layout | None], seed: Dim) -> Dim | None:
@@ -35,7 +35,7 @@ def _needed(op: Op, index: int, layout: Layout) -> list[int]:
     if op.name in JOINS:
         at = op.dims("dim")[0]
         return [int(kind.shape[at]) for kind in op.ins] if _is_open(layout.dims[at]) and _known(op, at) else []
-    if op.name in PARTED or opened(op) is not op:
+    if op.name in PARTED:
         return []
     try:
         bound = bind_rule(op)

@@ -119,7 +119,7 @@ class Hoister:
         """The value as it enters: an `enter` that is there already serves, from where the value is made on."""
         for user in value.users:
             if op_name(user) == ENTER and value.op != "placeholder":
-                value.append(user)
+                value.append(user)  # it may have stood behind what reads it now
                 self.order[user] = self.order[value]
                 return user
         last = max((node for node in self.graph.nodes if node.op == "placeholder"), key=self.order.__getitem__)

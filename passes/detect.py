@@ -12,8 +12,8 @@ from tpcompile.factors import LayoutError, join, reshape
 from tpcompile.ir import Cone, Kind, Program
 from tpcompile.layout import Dim, Factor, Layout, Open, TensorType, whole_dim
 from tpcompile.passes._aside import aside, follow
-from tpcompile.passes._finer import finer
 from tpcompile.passes._ends import sums_after
+from tpcompile.passes._finer import finer
 from tpcompile.rules import ENDS, PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, opened, view_op
 
 ATTENDS = ("softmax", "attention")
@@ -237,7 +237,7 @@ def _contracts(op: Op) -> bool:
     """Whether the operation is a product over some letter, as a linear layer is."""
     if op.name in PARTED or len(op.ins) < 2:
         return False
-    bound = bind_rule(op)
+    bound = bind_rule(opened(op))
     kept = {token.letter for tokens in bound.outs for token in tokens}
     return any(letter not in kept and letter not in bound.never for letter in bound.sizes)
 

@@ -9,7 +9,7 @@ import sympy
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Program
 from tpcompile.layout import Size, TensorType, product
-from tpcompile.rules import RESHAPES, bind_rule, has_rule, op_name, view_op
+from tpcompile.rules import RESHAPES, bind_rule, has_rule, op_name, opened, view_op
 
 
 def all_flops(program: Program) -> dict[str, Size]:
@@ -23,7 +23,7 @@ def _flops(program: Program, node: object, kind: object) -> Size:
     assert isinstance(node, fx.Node)
     if not isinstance(kind, TensorType) or op_name(node) in RESHAPES or not kind.dtype.is_floating_point:
         return 0
-    op = view_op(node, program.types)
+    op = opened(view_op(node, program.types))
     if not has_rule(op):
         return product(kind.shape)
     try:

@@ -352,8 +352,9 @@ class Bound:
 
 
 def bind_rule(op: Op, end: bool = False, text: str | None = None) -> Bound:
-    """The rule of an operation, or the one that `text` is, dimension by dimension as `opened` spells them."""
-    op = opened(op)
+    """The rule of an operation, or the one that `text` is, dimension by dimension. What has products for dimensions is `opened` before."""
+    if opened(op) is not op:
+        raise LayoutError(f"{op.name} has dimensions that are products")
     return _bind(op.name, rule_text(op, end) if text is None else text, op.ins, op.outs)
 
 
@@ -496,7 +497,8 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, e
     if (apart := opened(op)) is not op:
         sides = ((ins, apart.ins), (declared, apart.outs))
         ins, declared = ([reshape(layout, kind.shape) for layout, kind in zip(*side, strict=False)] for side in sides)
-        return [reshape(layout, kind.shape) for layout, kind in zip(forward(apart, ins, declared, end=end, text=text), op.outs, strict=True)]
+        made = forward(apart, ins, declared, end=end, text=text)
+        return [reshape(layout, kind.shape) for layout, kind in zip(made, op.outs, strict=True)]
     bound = bind_rule(op, end, text)
     dims: dict[str, Dim] = {}
     unlike: list[tuple[str, Dim]] = []  # sizes that are equal only when it runs, if at all
