@@ -12,8 +12,8 @@ from tpcompile.factors import LayoutError, join, reshape
 from tpcompile.ir import Cone, Kind, Program
 from tpcompile.layout import Dim, Factor, Layout, Open, TensorType, whole_dim
 from tpcompile.passes._aside import aside, follow
-from tpcompile.passes._ends import sums_after
 from tpcompile.passes._finer import finer
+from tpcompile.passes._sums_within import sums_after
 from tpcompile.rules import ENDS, PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, opened, view_op
 
 ATTENDS = ("softmax", "attention")
