@@ -87,6 +87,9 @@ def emit(
     `pieces` has an entry for every parameter that is cut. The source's comments show the `layouts` of nodes; `origins` names the
     program's node for those that a pass added. `held` lists this rank's stages by index: by default stage i is on pipeline
     coordinate i modulo pp. Parameters are copies on `device`; those of a model on the meta device stay there.
+
+    Buffers that forward updates are given to layers as arguments, and their new values are returned: the stage puts these in place as
+    its last statements, as new tensors. So a layer may be run again in backward, and what backward reads is not written to.
     """
     place = mesh.coordinates(rank)
     mine = [stage for stage in stages if (stage.index % mesh.pp == place["pp"] if held is None else stage.index in held)]

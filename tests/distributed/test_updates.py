@@ -10,6 +10,7 @@ from state_models import made
 from state_workers import Case, Found
 
 import tpcompile
+from tpcompile.mesh import Mesh
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -17,6 +18,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "tp=2": (Case("statistics", "tp=2"), Case("averages", "tp=2"), Case("counting", "tp=2", 2)),
     "pp=2": (Case("statistics", "pp=2"), Case("averages", "pp=2"), Case("counting", "pp=2", 4, "1f1b")),
     "dp=2": (Case("counting", "dp=2", 2),),
+    "dp=2,pp=2": (Case("counting", "dp=2,pp=2", 2, "1f1b"),),
 }
 
 
@@ -33,10 +35,10 @@ def results(mesh: str) -> list[list[Found]]:
 def test_buffers_after_two_steps(mesh: str, place: int) -> None:
     case, ranks = CASES[mesh][place], results(mesh)[place]
     names = {name for name, _ in made(case.name)[0].named_buffers(remove_duplicate=False)}
-    assert len(ranks) == 2
+    assert len(ranks) == Mesh.of(mesh).size
     for found in ranks:
         assert max(found.loss, found.gradient, found.evaluation) <= 1e-10, found
         assert max(found.buffers.values()) <= 1e-12, found
-        held = {name for name in found.buffers if mesh != "pp=2" or name.startswith(f"blocks.{found.place['pp']}.")}
-        assert held == {name for name in names if mesh != "pp=2" or name.startswith(f"blocks.{found.place['pp']}.")}
+        own = f"blocks.{found.place['pp']}." if "pp" in mesh else ""
+        assert {name for name in found.buffers if name.startswith(own)} == {name for name in names if name.startswith(own)}
     assert frozenset().union(*(found.buffers for found in ranks)) == names
