@@ -48,11 +48,23 @@ def _check_step(step: Step) -> None:
     entered = entered_values(local.graph, local.layouts, _carrying(local.program, local.graph, local.origins))
     for stage in step.stages:
         received = {boundary.name for boundary in stage.receives if boundary.requires_grad}
-        _check_local(replace(local, graph=stage.graph), received, received & {node.name for node in entered})
+        own = replace(local, graph=stage.graph, program=replace(local.program, updates=stage.updates))
+        _check_local(own, received, received & {node.name for node in entered})
+    _check_homes(step)
     check_slices(local)
     check_shapes(local, step.sizes)
     check_stages(local, step.stages)
     check_pipeline(step)
+
+
+def _check_homes(step: Step) -> None:
+    """Every buffer that the program updates is updated by a stage, and by every stage that reads it: another would read what it was."""
+    for name in step.local.program.updates:
+        if not any(name in stage.updates for stage in step.stages):
+            raise VerifyError(f"no stage has the new value of {name}")
+        for stage in step.stages:
+            if name in stage.buffers.values() and name not in stage.updates:
+                raise VerifyError(f"stage {stage.index} reads {name} and has not its new value")
 
 
 def _check_program(program: Program) -> None:

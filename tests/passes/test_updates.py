@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from exported import copied
 from pass_models import captured, local, stages
 from state_models import Averages, Counting, made
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from tpcompile.driver import Options, lower
+from tpcompile.driver import Options, lower, step_of
 from tpcompile.errors import Refused, VerifyError
-from tpcompile.ir import Program, results
+from tpcompile.ir import Program, Stage, results
 from tpcompile.layout import Layout, whole
 from tpcompile.mesh import Mesh
 from tpcompile.passes._binding import leaves
@@ -297,6 +298,37 @@ def test_a_piece_of_a_buffer_is_no_program() -> None:
     assert not piece.is_whole and found.layouts[value.name] == whole(10)
     with pytest.raises(VerifyError, match=f"the new value of {name}, which every rank holds whole, and is a cut value"):
         verify(replace(found, layouts={**found.layouts, value.name: piece}))
+
+
+@pytest.mark.parametrize(
+    ("stage", "law"), [(0, "stage 0 reads shared and has not its new value"), (1, "stage 1 reads shared and has not its new value")]
+)
+def test_a_stage_that_reads_what_it_does_not_update_is_no_program(stage: int, law: str) -> None:
+    model, batch = Everywhere("counter").double(), {"x": torch.randn(4, 6, dtype=torch.float64)}
+    made = lower(model, Mesh.of("pp=2"), batch, Options())
+    assert [part.updates for part in made.stages] == [("shared",), ("shared",)]
+    step = step_of(made.local, _forgetful(made.stages, {stage}), made.mesh, made.options, made.sizes)
+    with pytest.raises(VerifyError, match=law):
+        verify(step)
+
+
+def test_an_update_that_no_stage_has_is_no_program() -> None:
+    model, batch = made("statistics")
+    found = lower(model, Mesh.of("tp=2"), batch, Options())
+    with pytest.raises(VerifyError, match=r"no stage has the new value of stem_norm\.running_mean"):
+        verify(step_of(found.local, _forgetful(found.stages, {0}), found.mesh, found.options, found.sizes))
+
+
+def _forgetful(stages: tuple[Stage, ...], places: set[int]) -> tuple[Stage, ...]:
+    """Stages of which some return no new values of buffers."""
+    kept = []
+    for stage in stages:
+        graph = copied(stage.graph, lambda *_: None)
+        if stage.index in places:
+            output = graph.output_node()
+            output.args = (output.args[0][: -len(stage.updates)],)  # type: ignore[index]
+        kept.append(replace(stage, graph=graph, updates=() if stage.index in places else stage.updates))
+    return tuple(kept)
 
 
 # ---------------------------------------------------------------------------------------------------------- split
