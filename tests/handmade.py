@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from tpcompile.ir import Boundary, Count, Input, Program, Stage
-from tpcompile.layout import TensorType, symbol
+from tpcompile.layout import TensorType, symbol, whole
 from tpcompile.mesh import Mesh
 from tpcompile.passes.emit import Piece, RankProgram
 from tpcompile.runtime import compiled as compiled_module
@@ -137,7 +137,7 @@ def stages(program: Program, pp: int, dtype: torch.dtype) -> tuple[Stage, ...]:
     if pp == 1:
         return (Stage(0, program.graph, (), (), ("input_ids", *inputs), PARAMETERS, {}, ()),)
     s = program.types["input_ids"].shape[1]
-    z = Boundary("z", TensorType(dtype, (B, s, WIDTH)), True)
+    z = Boundary("z", TensorType(dtype, (B, s, WIDTH)), True, whole(B, s, WIDTH))
     head = {"p_embed": "embed.weight"}
     return Stage(0, program.graph, (), (z,), ("input_ids",), PARAMETERS, {}, ()), Stage(1, program.graph, (z,), (), inputs, head, {}, ())
 
