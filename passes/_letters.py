@@ -2,7 +2,7 @@
 
 Sizes that the code needs equal have one symbol in the trace, which is a letter of the rule:
 
-    y = matmul(w, v), grad_w = matmul(g, v.mT), grad_v = matmul(w.mT, g)            "b m n!, b n! d! -> b m d!"
+    y = matmul(w, v), grad_w = matmul(g, v.mT), grad_v = matmul(w.mT, g)            "b m n!, b n! d -> b m d"
 
 The backward must be linear in the gradients. A letter may then be cut if nothing depends on the size itself (no branch, no number), and
 if the rules carry its cut through the graph: a piece of the operands gives that piece of the outputs, and with a piece of the outputs'
