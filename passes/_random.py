@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from tpcompile import collectives
 from tpcompile.collectives import ops
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Draft
@@ -93,6 +94,23 @@ def _between(s: Spelling) -> fx.Node:
     return s.call(aten.add.Tensor, s.call(aten.mul.Tensor, s.alike(), high - low), low)
 
 
+def _exponential(s: Spelling) -> fx.Node:
+    """The inverse of its distribution function, and never zero: its logarithm is Gumbel's noise."""
+    drawn = s.call(aten.neg.default, s.call(aten.log1p.default, s.call(aten.neg.default, s.alike())))
+    return s.call(aten.div.Tensor, s.call(aten.clamp_min.default, drawn, torch.finfo(s.kind.dtype).eps / 2), argument(s.node, "lambd"))
+
+
+def _normal(s: Spelling, uniform: fx.Node) -> fx.Node:
+    """The inverse of the normal distribution's function, of the middles of the steps between numbers: √2 erfinv(2 u - 1)."""
+    middle = 2.0 ** -collectives.DIGITS[s.kind.dtype] - 1
+    centred = s.call(aten.add.Tensor, s.call(aten.mul.Tensor, uniform, 2.0), middle)
+    return s.call(aten.mul.Tensor, s.call(aten.erfinv.default, centred), 2**0.5)
+
+
+def _normal_of(s: Spelling) -> fx.Node:
+    return s.call(aten.add.Tensor, s.call(aten.mul.Tensor, _normal(s, s.alike()), argument(s.node, "std")), argument(s.node, "mean"))
+
+
 def _features(s: Spelling) -> fx.Node:
     p = argument(s.node, "p")
     kept = s.cast(s.call(aten.ge.Scalar, s.alike(2), p, dtype=torch.bool))
@@ -114,9 +132,13 @@ SPELLINGS: Mapping[str, Callable[[Spelling], fx.Node]] = {
     "aten.alpha_dropout.default": _alpha,
     "aten.bernoulli.default": _bernoulli_of,
     "aten.bernoulli.p": _bernoulli,
+    "aten.exponential.default": _exponential,
     "aten.feature_dropout.default": _features,
+    "aten.normal_functional.default": _normal_of,
     "aten.rand.default": _rand,
     "aten.rand_like.default": lambda s: s.alike(),
+    "aten.randn.default": lambda s: _normal(s, _rand(s)),
+    "aten.randn_like.default": lambda s: _normal(s, s.alike()),
     "aten.uniform.default": _between,
 }
 

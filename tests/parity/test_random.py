@@ -56,6 +56,8 @@ CASES: dict[str, Work] = {
     "dropout2d": lambda x: F.dropout2d(x.unflatten(2, (3, 4)), 0.4).flatten(2),
     "alpha dropout": nn.AlphaDropout(0.3),
     "alpha dropout in place": lambda x: F.alpha_dropout(x * 1, 0.2, True, inplace=True),
+    "noise": lambda x: x + 0.1 * torch.randn_like(x) + torch.randn(x.shape[1], 1, dtype=x.dtype) + torch.empty_like(x).normal_(1.0, 0.2),
+    "gumbel noise": lambda x: F.gumbel_softmax(x, dim=-1),
     "everything dropped": lambda x: x + F.alpha_dropout(x, 1.0, True) + F.dropout1d(x, 1.0),
 }
 
@@ -77,10 +79,11 @@ def test_a_compiled_program_draws_what_the_untouched_model_draws(name: str) -> N
     model = Model(CASES[name]).double()
     torch.manual_seed(5)
     compiled = tpcompile.compile(model, "dp=1", batch(), microbatches=3, dropout="exact")
+    given = batch()
     for step in range(2):
-        loss = compiled.train_step(**batch())
+        loss = compiled.train_step(**given)
         with exact_dropout(5, step=step):
-            assert float(loss) == pytest.approx(float(model(**batch()).detach()), rel=1e-12)
+            assert float(loss) == pytest.approx(float(model(**given).detach()), rel=1e-12)
 
 
 def lowered(work: Work, mesh: str, dropout: str = "local") -> tuple[nn.Module, Compilation]:
@@ -110,16 +113,21 @@ def test_local_numbers_are_compared_with_nothing() -> None:
     assert lines[3] == '  fix  use dropout="exact", which draws the same everywhere'
 
 
-@pytest.mark.parametrize("work", [torch.randn_like, F.rrelu, lambda x: F.gumbel_softmax(x)], ids=["randn", "rrelu", "gumbel"])
-def test_what_has_no_key_is_refused(work: Work) -> None:
+@pytest.mark.parametrize("name", ["randint", "rrelu", "multinomial"])
+def test_what_has_no_key_is_refused(name: str) -> None:
+    works: dict[str, Work] = {
+        "randint": lambda x: x * torch.randint(0, 2, x.shape),
+        "rrelu": lambda x: F.rrelu(x, training=True),
+        "multinomial": lambda x: x * (x[..., 0].exp().multinomial(1) + 1)[..., None],
+    }
     for how in ("local", "exact", "fast"):
         with pytest.raises(Refused, match="draws random numbers that ranks would not share"):
-            lowered(lambda x: x * work(x) if work is not F.rrelu else F.rrelu(x, training=True), "tp=2", how)
+            lowered(works[name], "tp=2", how)
 
 
 def test_a_generator_of_the_model_has_no_key() -> None:
     generator = torch.Generator()
-    with exact_dropout(0), pytest.raises(Refused, match="random numbers of a generator that the model holds have no key"):
+    with exact_dropout(0), pytest.raises(Refused, match="random numbers of an own generator have no key"):
         torch.zeros(3).bernoulli_(0.5, generator=generator)
 
 
@@ -132,6 +140,10 @@ def test_torch_draws_again_afterwards() -> None:
         lambda: torch.zeros(50).bernoulli_(0.5),
         lambda: torch.bernoulli(torch.full((50,), 0.5)),
         lambda: F.dropout1d(torch.ones(1, 50, 2)),
+        lambda: torch.zeros(50).exponential_(),
+        lambda: torch.randn(50),
+        lambda: torch.randn_like(torch.ones(50)),
+        lambda: torch.zeros(50).normal_(),
         lambda: F.alpha_dropout(torch.ones(50), 0.5, True),
     ]
     for draw in draws:

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from tpcompile.collectives.groups import bind, check_bound, group_of, place, unbound
 from tpcompile.collectives.heads import pick
-from tpcompile.collectives.indexed import OWN, finalize
+from tpcompile.collectives.indexed import DIGITS, OWN, finalize
 from tpcompile.collectives.keyed_dropout import mix
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
 from tpcompile.collectives.positions import define as define_positions
@@ -62,7 +62,7 @@ from tpcompile.errors import Refused
 
 __all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "exp_sum", "finalize"]
 __all__ += ["gather", "held_by", "holders", "length", "local_slice", "look_up", "mix", "ops", "overlap", "own_entries", "pick", "piece"]
-__all__ += ["OWN", "place", "reduce", "reduce_max", "shared", "spread", "take", "unbound", "uniform"]
+__all__ += ["DIGITS", "OWN", "place", "reduce", "reduce_max", "shared", "spread", "take", "unbound", "uniform"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter

@@ -78,6 +78,21 @@ class _Numbers:
         _own(generator)
         return x.copy_(self.like(x) * (high - low) + low)
 
+    def exponential_(self, x: Tensor, rate: float = 1.0, *, generator: Any = None) -> Tensor:
+        _own(generator)
+        return x.copy_((-torch.log1p(-self.like(x))).clamp_min(torch.finfo(x.dtype).eps / 2) / rate)
+
+    def randn(self, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+        uniform = self.rand(size, dtype=dtype, device=device)
+        return torch.erfinv(uniform * 2.0 + (2.0 ** -collectives.DIGITS[uniform.dtype] - 1)) * 2**0.5
+
+    def randn_like(self, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return self.randn(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+    def normal_(self, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
+        _own(generator)
+        return x.copy_(self.randn_like(x) * std + mean)
+
     def bernoulli_(self, x: Tensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
         _own(generator)
         return x.copy_(self.like(x) < p)
@@ -105,7 +120,8 @@ class _Numbers:
     def _register(self, library: Any) -> None:
         drops: dict[str, Dropout] = {"dropout": self.drop, "feature_dropout": self.drop_features, "alpha_dropout": self.drop_alpha}
         draws: dict[str, Callable[..., Tensor]] = {"rand": self.rand, "rand_like": self.like, "bernoulli": self.bernoulli_of}
-        draws |= {"uniform_": self.between_, "bernoulli_.float": self.bernoulli_}
+        draws |= {"uniform_": self.between_, "bernoulli_.float": self.bernoulli_, "exponential_": self.exponential_}
+        draws |= {"randn": self.randn, "randn_like": self.randn_like, "normal_": self.normal_}
         for device in ("CPU", "CUDA"):
             for name, work in drops.items():
                 for key in (device, f"Autograd{device}"):
@@ -156,5 +172,5 @@ def _in_place(work: Dropout) -> Dropout:
 
 def _own(generator: Any) -> None:
     if generator is not None:
-        fix = "leave the generator out"
-        raise Refused("random numbers of a generator that the model holds have no key", at="exact_dropout", source=caller(), fix=fix)
+        fix = "leave the generator out; or, where it makes a batch, make that outside of exact_dropout"
+        raise Refused("random numbers of an own generator have no key", at="exact_dropout", source=caller(), fix=fix)
