@@ -39,7 +39,8 @@ def step(
 ) -> Step:
     """A step of the tiny model, right as it is.
 
-    With `row` its head has a weight of its own, cut by rows: its input is sliced. Without `reduced_once` it is not optimized.
+    Its vocabulary is whole. With `row` its head has a weight of its own, cut by rows: its input is sliced. Without `reduced_once` it is
+    not optimized.
     """
     placed = Mesh.of(mesh)
     given, batch = tiny(layers=layers, **sizes)
@@ -47,7 +48,7 @@ def step(
         model = Tiny(layers=layers)
         model.head = nn.Linear(6, 7, bias=False)
         given = captured(model, batch)
-    rewritten = local(given, placed.tp, **({"head": "row"} if row else {}))
+    rewritten = local(given, placed.tp, embed="whole", head="row" if row else "whole")
     made = optimize(rewritten) if reduced_once else rewritten
     stages = split(made, placed.pp, costs(given, batch))
     found = step_of(made, stages, placed, Options(microbatches=microbatches, schedule=schedule), sizes_of(given, batch))
