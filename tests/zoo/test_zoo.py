@@ -25,6 +25,7 @@ ATTENTION_AND_MLP = (
     "causal/gpt_neox",  # parallel residual, fused qkv
     "causal/gpt_oss",  # attention sinks, experts with biases
     "causal/gptj",  # interleaved rotary
+    "causal/glm_moe_dsa",  # attention to places that scores choose, which are sums over heads
     "causal/llama",
     "causal/mixtral",  # experts
     "causal/mpt",  # alibi, a softmax that is written out
@@ -32,14 +33,15 @@ ATTENTION_AND_MLP = (
     "causal/opt",
     "causal/phi3",  # fused qkv, fused gate and up
     "causal/qwen3",  # norms of each head
+    "img/segformer",  # places are reduced by a convolution, one head
     "img/vit",
     "mlm/bert",
+    "mlm/convbert",  # attention beside a convolution with computed weights
+    "mlm/squeezebert",  # projections in groups, by convolutions
     "s2s/bart",  # encoder and decoder, cross-attention
     "s2s/t5",  # relative bias shared over layers
 )
-OTHERS = ("causal/mamba",)  # state space: nothing is cut
-WHOLE = ("causal/olmo3",)
-"""Norms over all heads need the whole projection: it is whole by law, and with it the attention."""
+OTHERS = ("causal/mamba",)  # state space
 SLIM = ("causal/gemma3_text", "causal/gpt2", "causal/gpt_neox", "causal/llama", "causal/mixtral", "causal/phi3", "causal/qwen3")
 SPREAD = ("causal/gpt2", "causal/deepseek_v3", "causal/mamba", "img/vit", "s2s/t5")
 """Kinds that are run on every mesh, the others on tp=2 alone."""
@@ -52,7 +54,7 @@ def test_parity_and_what_is_cut(kind: str) -> None:
     row = measure(kind, MESHES if kind in SPREAD else ("tp=2",))
     assert row.meshes == dict.fromkeys(row.meshes, "equal")
     assert row.attention_and_mlp == (kind in ATTENTION_AND_MLP), row.layers
-    if row.attention_and_mlp and kind not in WHOLE:
+    if row.attention_and_mlp:
         assert row.share is not None and row.share >= 0.98, row.whole
     if kind in SLIM:
         assert row.held is not None and row.held <= 1.02
@@ -86,6 +88,8 @@ def test_what_a_result_comes_to(note: str, result: str, verdict: str, ok: bool) 
     [
         ("causal/deepseek_v3", {"self_attn.q_a_proj.weight": DOWN, "self_attn.kv_a_proj_with_mqa.weight": DOWN}),
         ("causal/mixtral", {"mlp.gate.weight": "a router"}),
+        ("causal/olmo3", {"self_attn.q_proj.weight": DOWN, "self_attn.k_proj.weight": DOWN}),
+        ("causal/qwen3", {}),  # norms of each head
         ("causal/gemma3_text", {}),  # norms follow output projections too: these are cut all the same
     ],
 )
