@@ -352,8 +352,8 @@ class Bound:
 
 
 def bind_rule(op: Op, end: bool = False, text: str | None = None) -> Bound:
-    """The rule of an operation, or the one that `text` is, dimension by dimension. What has products for dimensions is `opened` before."""
-    if opened(op) is not op:
+    """The rule of an operation, or the one that `text` is, dimension by dimension; of one whose dimensions are products, as `opened`."""
+    if text is None and opened(op) is not op:
         raise LayoutError(f"{op.name} has dimensions that are products")
     return _bind(op.name, rule_text(op, end) if text is None else text, op.ins, op.outs)
 
