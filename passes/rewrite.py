@@ -148,6 +148,14 @@ class _Writer:
                 str(want),
                 lambda: self.positions("seq_slice", self.values[value], f"{value.name}_slice", want, want, value.name),
             )
+        node = self.entered(value, have, user)
+        for dim, places in enumerate(want.dims):
+            if cut_factors(places):
+                node = self.once("slice", value, user, f"{dim}{places}", lambda n=node, d=dim, p=places: self.sliced(n, value, d, p, want))  # type: ignore[misc]
+        return node
+
+    def entered(self, value: fx.Node, have: Layout, user: fx.Node) -> fx.Node:
+        """A whole value where it is used in a region: its gradient there is a partial sum."""
         if along_positions(have) and value.name not in self.sharded.gathering:
             return self.once(
                 "positions",
@@ -157,18 +165,15 @@ class _Writer:
                 lambda: self.positions("seq_gather", self.values[value], f"{value.name}_gather", have, _uncut(have), value.name),
             )
         node = self.gathered(value, have) if have.is_cut else self.values[value]
-        if value.name in self.sharded.entering:
-            node = self.once(
-                "enter",
-                value,
-                user,
-                "",
-                lambda: self.collective("enter", node, f"{value.name}_enter", have=_uncut(have), origin=value.name),
-            )
-        for dim, places in enumerate(want.dims):
-            if cut_factors(places):
-                node = self.once("slice", value, user, f"{dim}{places}", lambda n=node, d=dim, p=places: self.sliced(n, value, d, p, want))  # type: ignore[misc]
-        return node
+        if value.name not in self.sharded.entering:
+            return node
+        return self.once(
+            "enter",
+            value,
+            user,
+            "",
+            lambda: self.collective("enter", node, f"{value.name}_enter", have=_uncut(have), origin=value.name),
+        )
 
     def owned(self, value: fx.Node, have: Layout) -> fx.Node:
         """A cut value; a parameter of which several ranks hold the same piece sums its gradient over them."""
