@@ -20,7 +20,7 @@ from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._aside import aside
 from tpcompile.rules import aten_names, op_name
 
-LATE = ("tpcompile.enter.default", "tpcompile.local_slice.default", "tpcompile.shared.default")
+LATE = tuple(f"tpcompile.{name}.default" for name in ("enter", "local_slice", "seq_gather", "seq_whole", "shared"))
 """Conversions stand where their users are: what they convert crosses once, before them."""
 
 PRODUCTS = aten_names(

@@ -21,6 +21,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(RESHAPES, ("size", "sizes", "shape")),
     "aten.repeat.default": ("repeats",),
     "aten.split_with_sizes.default": ("split_sizes",),
+    "tpcompile.uniform.default": ("size",),
 }
 """The arguments that are sizes of what is made, and nothing else."""
 

@@ -115,6 +115,8 @@ class _Run:
         kind, layout = self.local.program.types.get(self.local.origins.get(node.name, node.name)), self.local.layouts.get(node.name)
         if node.op == "placeholder" and node.name == "rng_key":
             return [Shape(torch.int64, (3,))]
+        if kind is None:  # several values of the whole program at once: each is an item of its own
+            return []
         kinds = kind if isinstance(kind, tuple) else (kind,)
         layouts = layout if isinstance(layout, tuple) else (layout,) * len(kinds)
         return [
