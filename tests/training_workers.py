@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import tpcompile
-from tpcompile.collectives import COLLECTIVES
 from tpcompile.demo.model import GPT, Config
 from tpcompile.runtime.compiled import Compiled
 from tpcompile.testing import exact_dropout
@@ -80,7 +79,7 @@ class Again(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         scores = self.score(self.embed(input_ids))
-        chosen, seen, x = scores.topk(3, -1).indices, scores > 0, scores.transpose(1, 2)
+        chosen, seen, x = scores.topk(3, -1).indices, scores < 0.2, scores.transpose(1, 2)
         for _ in range(3):
             x = x + self.down(F.relu(self.up(x.transpose(1, 2)))).transpose(1, 2)
         picked = x.transpose(1, 2).masked_fill(seen, 0.5).gather(-1, chosen)
@@ -323,21 +322,6 @@ def with_and_without_labels(case: Case) -> Relabelled:
         gradient = max(gradient, worst(errors).error / largest)
         held.append(dict(compiled.named_parameters())[head].numel())
     return Relabelled(logits, gradient, *held)
-
-
-def collectives(case: Case) -> tuple[list[str], list[str]]:
-    """What a step of this rank's program should communicate over tp, by its graph, and what gloo was asked for. GPipe."""
-    compiled, rows = case.compiled(case.model()), case.batches()[0]
-    compiled.train_step(**rows)  # what is set up once is set up now
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        compiled.train_step(**rows)
-    events = sorted((event for event in profile.events() if event.name.startswith("gloo:")), key=lambda event: event.time_range.start)
-    ran = [event.name.removeprefix("gloo:") for event in events]
-    used = [str(node.target).split(".")[1] for node in compiled.program().graph.nodes if str(node.target).startswith("tpcompile.")]
-    forward = [message.call for name in used for message in COLLECTIVES[name].forward]
-    backward = [message.call for name in reversed(used) for message in COLLECTIVES[name].backward]
-    agreement = "all_gather"  # before any step: whether all ranks were given the same batch
-    return [agreement, *forward * compiled.mesh.pp, *backward * compiled.mesh.pp], [name for name in ran if name not in ("send", "recv")]
 
 
 # ---------------------------------------------------------------------------------------------------------- dropout

@@ -102,7 +102,7 @@ def test_a_rank_that_leaves_something_out() -> None:
     (loss,) = output.all_input_nodes
     output.args = ((loss.args[0],),)
     graph.erase_node(loss)
-    refused(given, graph, 1, held(given, 1), "output: it stands where the other ranks of stage 0 have div_tensor")
+    refused(given, graph, 1, held(given, 1), "output: it stands where the other ranks of stage 0 have mul_tensor")
 
 
 def test_a_program_of_the_compiler_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
