@@ -74,14 +74,14 @@ class Again(nn.Module):
     def __init__(self, hidden: int = 12) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, hidden)
-        self.score, self.up, self.down = nn.Linear(hidden, hidden), nn.Linear(hidden, 31), nn.Linear(31, hidden)
+        self.score, self.up, self.down = nn.Linear(hidden, hidden), nn.Linear(hidden, 95), nn.Linear(95, hidden)
         self.head = nn.Linear(3, VOCABULARY)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         scores = self.score(self.embed(input_ids))
-        chosen, seen, x = scores.topk(3, -1).indices, scores < 0.2, scores.transpose(1, 2)
+        chosen, seen, x = scores.topk(3, -1).indices, scores < -0.2, scores.transpose(1, 2)
         for _ in range(3):
-            x = x + self.down(F.relu(self.up(x.transpose(1, 2)))).transpose(1, 2)
+            x = x + self.down(F.gelu(self.up(x.transpose(1, 2)))).transpose(1, 2)
         picked = x.transpose(1, 2).masked_fill(seen, 0.5).gather(-1, chosen)
         logits = self.head(picked)
         return {"logits": logits} | ({} if labels is None else {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())})

@@ -28,7 +28,7 @@ from torch import fx
 
 from tpcompile.factors import LayoutError, divides, in_steps, join, quotient, reshape
 from tpcompile.functions import kept
-from tpcompile.layout import Cut, Dim, Even, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, size_of, whole, whole_dim
+from tpcompile.layout import Cut, Dim, Even, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, same, size_of, whole, whole_dim
 from tpcompile.linear import is_linear
 from tpcompile.operation import Op as Op
 from tpcompile.operation import argument as argument
@@ -390,8 +390,21 @@ def _spell(tokens: tuple[Token, ...], kind: TensorType) -> tuple[Token, ...]:
 def backward(op: Op, outs: Sequence[Layout | None]) -> list[Layout]:
     """What layouts the operands must have for the outputs to have these; None for an output that nobody needs cut.
 
-    Raises LayoutError when the operation cannot work on pieces like that.
+    Raises LayoutError when the operation cannot work on pieces like that, or would need one value in two layouts.
     """
+    return _in_one_way(op, _needed(op, outs))
+
+
+def _in_one_way(op: Op, ins: Sequence[Layout]) -> list[Layout]:
+    """The layouts of the operands: of one that stands in several places, the same in all."""
+    read: dict[fx.Node, Layout] = {}
+    for operand, want in zip(op.operands, ins, strict=True):
+        if not same(read.setdefault(operand, want), want):
+            raise LayoutError(f"{op.name} reads one value in two ways")
+    return list(ins)
+
+
+def _needed(op: Op, outs: Sequence[Layout | None]) -> list[Layout]:
     if op.name in RESHAPES:
         return [reshape(_only(outs), op.ins[0].shape)] + [whole(*kind.shape) for kind in op.ins[1:]]
     if op.name in SPLITS:
@@ -577,7 +590,8 @@ def wants_of(
     out = layouts[node.name]
     outs = out if isinstance(out, tuple) else (out,)
     if node.name in rows:
-        return [(n, want) for n, want in zip(view_op(node, types).operands, rows[node.name], strict=True) if n is not addend(node)]
+        op = view_op(node, types)
+        return [(n, want) for n, want in zip(op.operands, _in_one_way(op, rows[node.name]), strict=True) if n is not addend(node)]
     if not any(layout.is_cut for layout in outs):
         return []
     op = view_op(node, types)
