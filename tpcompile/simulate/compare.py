@@ -157,7 +157,7 @@ def compare(
         capture_error=captured,
         parameter_tolerance=tolerance.gradient * max(1.0, scale * float(settings["lr"]))
         if exact
-        else float(settings.get("lr", 1e-3)) * 1e3 * tolerance.gradient,
+        else float(settings.get("lr", 1e-3)) * max(1e-6, tolerance.gradient),
         traffic=moved,
         traffic_errors=differences(promised(compilation, _sizes(compilation, batch)), moved),
         notes=("dropout was off in this comparison",) if compilation.captured.sites and not drops else (),
@@ -223,8 +223,7 @@ def parameter_errors(
     """Differences of parameters after the steps, and how many elements were left out.
 
     An optimizer that divides by the size of a gradient makes a full step of a gradient that is zero but for rounding. Unless the
-    optimizer is exact, elements whose gradient is under 1e-6 of the model's largest are left out; and what is tolerated in a step is the
-    share that the gradients' tolerance is of a gradient of 1e-3 of the largest.
+    optimizer is exact, elements whose gradient is under 1e-6 of the model's largest are left out.
     """
     errors: dict[str, float] = {}
     skipped = 0
