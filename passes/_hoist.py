@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-import sympy
 import torch
 from torch import fx
 
 from tpcompile.ir import Local
 from tpcompile.layout import Layout, Size, TensorType, product, size_of
+from tpcompile.passes._lengths import usual
 from tpcompile.rules import op_name
 
 ENTER = "tpcompile.enter.default"
-USUAL = 512
-"""What a symbolic size is taken to be where sizes are compared."""
 
 
 @dataclass
@@ -79,7 +77,7 @@ class Hoister:
         if value.op != "placeholder" and any(op_name(user) == ENTER and user not in own for user in value.users):
             return 0
         count = self.elements(value)
-        return count if isinstance(count, int) else int(sympy.sympify(count).subs(dict.fromkeys(count.free_symbols, USUAL)))
+        return usual(count)
 
     def elements(self, value: fx.Node) -> Size:
         """How many a value has; it is whole."""

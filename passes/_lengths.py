@@ -13,6 +13,14 @@ from tpcompile.factors import LayoutError
 from tpcompile.ir import Draft, Program
 from tpcompile.layout import Size
 
+USUAL = 512
+"""What a symbolic size is taken to be where sizes are compared."""
+
+
+def usual(size: Size) -> int:
+    """A size with all of its symbols as usual."""
+    return size if isinstance(size, int) else int(sympy.sympify(size).subs(dict.fromkeys(size.free_symbols, USUAL)))
+
 
 def symbol_nodes(
     graph: fx.Graph, program: Program, expression: sympy.Expr | int, made: Mapping[str, fx.Node], name: str | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompile.ir import Count, Draft, Program
+from tpcompile.ir import Count, Draft, Program, ancestors
 from tpcompile.layout import Size, TensorType
 from tpcompile.operation import argument, op_name, view_op
 from tpcompile.passes._additive import SUMS
@@ -39,7 +39,7 @@ class Shares:
 
     def program(self) -> Program:
         loss = self.original.nodes()[self.original.loss or ""]
-        needed = _ancestors(loss)
+        needed = ancestors(loss)
         for node in self.original.graph.nodes:
             if node not in needed or node.op != "call_function":
                 continue
@@ -235,16 +235,6 @@ class Shares:
 def _exact(dtype: torch.dtype) -> torch.dtype:
     """The type in which counts divide values of a type."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        if (value := todo.pop()) not in seen:
-            seen.add(value)
-            todo += value.all_input_nodes
-    return seen
 
 
 def _with(node: fx.Node, name: str, value: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import sympy
 from torch import fx
 
 from tpcompile.ir import Program, Sharded
 from tpcompile.layout import Layout, Size, TensorType, product, whole
 from tpcompile.linear import is_linear
 from tpcompile.passes._entering import differentiable, entering
+from tpcompile.passes._lengths import usual
 from tpcompile.rules import ENDS, SUMMED, Op, addend, op_name, view_op
-
-USUAL = 512
-"""What a symbolic size is taken to be where sizes are compared."""
 
 
 def delay(sharded: Sharded) -> Sharded:
@@ -128,4 +125,4 @@ def elements(program: Program, node: fx.Node) -> int:
     kind = program.types[node.name]
     assert isinstance(kind, TensorType)
     count: Size = product(kind.shape)
-    return count if isinstance(count, int) else int(sympy.sympify(count).subs(dict.fromkeys(count.free_symbols, USUAL)))
+    return usual(count)

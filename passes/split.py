@@ -8,7 +8,7 @@ from torch import fx
 
 from tpcompile.errors import InputError, Refused
 from tpcompile.gradients import trained, with_gradient
-from tpcompile.ir import Boundary, Local, Stage
+from tpcompile.ir import Boundary, Local, Stage, ancestors
 from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._homes import homes_of_updates
 from tpcompile.passes._places import PRODUCTS, by_cost, by_layers, cost, free_nodes, is_cut, most_parts, refusal
@@ -82,19 +82,10 @@ class _Cutter:
         found: set[fx.Node] = set()
         for node in {node for index in range(self.stages - 1) for node in self._crossing(index)}:
             if is_cut(self.local, node):
-                needed = self._ancestors(node)
+                needed = {value for value in ancestors(node) if value.op == "call_function"}
                 if not any(op_name(value) in PRODUCTS for value in needed):
                     found |= needed
         return found
-
-    def _ancestors(self, node: fx.Node) -> set[fx.Node]:
-        seen: set[fx.Node] = set()
-        todo = [node]
-        while todo:
-            if (value := todo.pop()) not in seen:
-                seen.add(value)
-                todo += value.all_input_nodes
-        return {value for value in seen if value.op == "call_function"}
 
     def _crossing(self, boundary: int) -> list[fx.Node]:
         """What is made up to a boundary and used behind it, unless it can be computed there again."""

@@ -312,6 +312,17 @@ def _is_impure(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output")
 
 
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node, and all that it is computed from."""
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        if (value := todo.pop()) not in seen:
+            seen.add(value)
+            todo += value.all_input_nodes
+    return seen
+
+
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Node]]:
     """An equal graph with the same names, and its nodes by name."""
     copy = fx.Graph()
