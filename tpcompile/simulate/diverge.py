@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 
 from tpcompile.collectives import held_by, spread, take
 from tpcompile.driver import Compilation
 from tpcompile.ir import Stage
-from tpcompile.layout import Layout, bounds, concrete, cut_factors
+from tpcompile.layout import Layout, bounds, concrete, cut_factors, size_of
 from tpcompile.rules import op_name
 from tpcompile.simulate.distance import distance
 from tpcompile.simulate.lockstep import Values, run
@@ -130,12 +131,14 @@ class _Search:
         Where pieces overlap, each rank's must be right; a gradient inside a region is there a part of a sum.
         """
         assert isinstance(layout, Layout)
-        layout = concrete(layout, self.sizes)
         if layout.partial:
             return distance(torch.stack([value.detach() for value in values]).sum(0), expected)
-        cuts = [(dim, bounds(places, self.parts)) for dim, places in enumerate(layout.dims) if cut_factors(places)]
-        if not cuts:
+        if not layout.is_cut:
             return max(distance(value, expected) for value in values)
+        if any(not size.free_symbols <= self.sizes.keys() for dim in layout.dims if isinstance(size := size_of(dim), sympy.Expr)):
+            return 0.0  # a size that only a run of the model gives: nothing is said of it
+        layout = concrete(layout, self.sizes)
+        cuts = [(dim, bounds(places, self.parts)) for dim, places in enumerate(layout.dims) if cut_factors(places)]
         if len(cuts) > 1:
             return 0.0
         dim, held = cuts[0]

@@ -39,7 +39,7 @@ class Total:
     direction: str
     call: str
     count: int
-    bytes: int
+    bytes: int | None  # None where a formula has a size that only a run of the model gives
 
 
 @dataclass
