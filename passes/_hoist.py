@@ -136,10 +136,13 @@ class Hoister:
         self.origins.pop(node.name, None)
 
     def _flowing(self) -> frozenset[fx.Node]:
+        """The tensors that have a gradient. A size that is read off one has none."""
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             kind = self.local.program.types.get(self.origins.get(node.name, node.name))
-            real = not isinstance(kind, TensorType) or kind.dtype.is_floating_point or kind.dtype.is_complex
+            real = kind is None or isinstance(kind, tuple)
+            if isinstance(kind, TensorType):
+                real = kind.dtype.is_floating_point or kind.dtype.is_complex
             made = node.op == "call_function" and op_name(node) != "aten.detach.default" and any(o in found for o in node.all_input_nodes)
             if real and (made or node.name in self.local.program.parameters):
                 found.add(node)

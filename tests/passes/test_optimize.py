@@ -95,3 +95,23 @@ def test_an_enter_behind_a_sum_without_a_name_of_its_own() -> None:
     program = captured(model, tiny()[1])
     made = verify(optimize(local(program, 2, head="row")))
     assert any(node.name.endswith("_slice") for node in made.graph.nodes)
+
+
+class Sized(nn.Module):
+    """Every head is scaled by a learned table of positions, whose shape another value takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table(torch.arange(x.shape[1]))[None, :, None]
+        half = table.chunk(2, -1)[0]
+        heads = self.up(x).view(*x.shape[:2], 4, 6) * torch.stack([half, half], -1).reshape_as(table)
+        return x + self.down(heads.flatten(2))
+
+
+def test_a_size_that_is_read_off_a_value_has_no_gradient() -> None:
+    batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
+    assert tpcompile.check(Sized().double(), "tp=2", batch, loss=lambda outputs, batch: outputs.square().sum()).ok
