@@ -2,7 +2,8 @@
 
 A gradient's way back is linear whatever the operation was; so partial gradients may be summed before or after it. Two norms of one
 value, each read by a region of its own, need one all-reduce behind both instead of one each; and rows that are looked up several
-times are summed before the look-up. What else the moved operations read (a norm's weight) enters with them.
+times are summed before the look-up. What else the moved operations read (a norm's weight) enters with them. A parameter that nothing
+reads whole has its gradient summed once a step; so what parameters alone make (1 + weight) does not enter: they do.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Hoister:
         for group in self.groups(moves.values()):
             own = {move.enter for move in group}
             frontier = {value for move in group for value in move.frontier}
-            if sum(self.size(value, own) for value in frontier) < sum(self.size(enter, own) for enter in own):
+            inside = own.union(*(move.inside for move in group))
+            fixed = all(isinstance(self.elements(enter), int) for enter in own)
+            sizes = (0 if fixed and self.later(value, inside) else self.size(value, own) for value in frontier)
+            if sum(sizes) < sum(self.size(enter, own) for enter in own):
                 self.move(group)
 
     def cheapest(self, enter: fx.Node) -> Move:
@@ -78,6 +82,10 @@ class Hoister:
             return 0
         count = self.elements(value)
         return usual(count)
+
+    def later(self, value: fx.Node, inside: Collection[fx.Node]) -> bool:
+        """Whether a value is a parameter of which every rank will see a part of the gradient only, whoever reads it."""
+        return value.op == "placeholder" and all(user in inside or op_name(user) == ENTER for user in value.users)
 
     def elements(self, value: fx.Node) -> Size:
         """How many a value has; it is whole."""

@@ -13,7 +13,8 @@ from torch._ops import OpOverload
 from tpcompile.errors import VerifyError
 from tpcompile.ir import Stage
 
-_BEFORE_USE = ("enter", "local_slice", "shared")  # what belongs to the layer that uses it, rather than to the one that made its input
+_BEFORE_USE = ("enter", "enter_later", "local_slice", "shared")
+"""What belongs to the layer that uses it, rather than to the one that made its input."""
 
 
 @dataclass(frozen=True)

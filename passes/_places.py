@@ -20,7 +20,7 @@ from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._aside import aside
 from tpcompile.rules import aten_names, op_name
 
-LATE = tuple(f"tpcompile.{name}.default" for name in ("enter", "local_slice", "seq_gather", "seq_whole", "shared"))
+LATE = tuple(f"tpcompile.{name}.default" for name in ("enter", "enter_later", "local_slice", "seq_gather", "seq_whole", "shared"))
 """Conversions stand where their users are: what they convert crosses once, before them."""
 
 PRODUCTS = aten_names(

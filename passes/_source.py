@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from tpcompile import collectives
+from tpcompile.collectives.groups import LATER
 from tpcompile.errors import TpcompileError
 from tpcompile.functions import kept
 from tpcompile.ir import Source, Type
@@ -135,7 +136,8 @@ def _ours(node: fx.Node, args: list[str], kwargs: dict[str, str], site: str) -> 
     schema = node.target._schema  # type: ignore[union-attr]
     for position, name in enumerate(declared.name for declared in schema.arguments):
         value = node.args[position] if position < len(args) else node.kwargs.get(name)
-        written = f"self.{value}" if name == "axis" else site if name == "site" else ""
+        axis = f"self.{value}{LATER if node.target._opname == 'enter_later' else ''}"  # type: ignore[union-attr]
+        written = axis if name == "axis" else site if name == "site" else ""
         if written and position < len(args):
             args[position] = written
         elif written:

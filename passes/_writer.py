@@ -26,6 +26,8 @@ _HEAD = '''"""Stage {index} of {count}, made by tpcompile. Parameters and buffer
 _WHOLE = "Shapes in comments are those of the whole values."
 _CUT = "Shapes in comments are those of the whole values; @tp marks what is cut over the tensor-parallel ranks, +tp a partial sum."
 
+_LATER = "  # gradients of whole parameters are summed over it; within collectives.postponed, by the caller, once a step"
+
 
 @dataclass(frozen=True)
 class About:
@@ -248,7 +250,8 @@ class _Writer:
 
     def _methods(self, tree: Tree, signature: str, body: Sequence[str], extra: Sequence[str] = (), *, sites: bool = False) -> str:
         made = ["super().__init__()"]
-        made += [f'self.tp = "{self.about.axis}"'] if any("self.tp" in line for line in body) else []
+        for name, note in (("tp", ""), ("tp_later", _LATER)):
+            made += [f'self.{name} = "{self.about.axis}"{note}'] if any(re.search(rf"self\.{name}\b", line) for line in body) else []
         made += ["self.sites = sites  # of random numbers"] if sites else []
         made += [*constructor(tree), *extra]
         return "\n".join(

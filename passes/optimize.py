@@ -10,6 +10,7 @@ from torch import fx
 from tpcompile.ir import Local, copy_graph
 from tpcompile.layout import Layout
 from tpcompile.passes._hoist import hoist
+from tpcompile.passes._later import sum_later
 from tpcompile.passes._regather import regather
 from tpcompile.rules import op_name
 
@@ -23,7 +24,9 @@ def optimize(local: Local, *, gather_again: bool = False) -> Local:
     after   %y_partial = add(%p, %q) : +tp, %y = reduce(%y_partial, tp)
 
     before  %m = norm(%x, %v), %a = enter(%m, tp);  %n = norm(%x, %w), %b = enter(%n, tp)
-    after   %e = enter(%x, tp);  %a = norm(%e, enter(%v)), %b = norm(%e, enter(%w))
+    after   %e = enter(%x, tp);  %a = norm(%e, enter_later(%v)), %b = norm(%e, enter_later(%w))
+
+    A parameter that only `enter`s read needs its gradient summed once a step, with all others of its kind: `enter_later`.
 
     With `gather_again`, linear layers gather their positions again in backward instead of keeping them.
 
@@ -36,6 +39,7 @@ def optimize(local: Local, *, gather_again: bool = False) -> Local:
         if op_name(node) == ADD and not node.kwargs and all(isinstance(arg, fx.Node) for arg in node.args):
             add_before_reduce(graph, node, layouts, origins)
     hoist(local, graph, layouts, origins)
+    sum_later(local, graph)
     if gather_again:
         regather(graph, layouts)
     graph.lint()

@@ -57,6 +57,17 @@ class Parallel(Block):
         return x + self.attend(y) + self.down(F.relu(self.up(y)))  # type: ignore[no-any-return]
 
 
+class TwoNorms(Block):
+    """Attention and MLP side by side, each behind a norm of its own, whose weights nothing else reads."""
+
+    def __init__(self, hidden: int, heads: int, inner: int) -> None:
+        super().__init__(hidden, heads, inner)
+        self.second = nn.LayerNorm(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attend(self.norm(x)) + self.down(torch.relu(self.up(self.second(x))))
+
+
 class Tiny(nn.Module):
     """Embedding, blocks, a head with the embedding's weight, a mean cross-entropy."""
 

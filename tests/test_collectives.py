@@ -170,3 +170,19 @@ class TestDropout:
     def test_seed_is_splitmix64(self) -> None:
         assert collectives.mix(0) == 0xE220A8397B1DCDAF >> 1  # the generator's first number from seed 0
         assert len({collectives.mix(1, 2), collectives.mix(2, 1), collectives.mix(3), collectives.mix(-3)}) == 4
+
+
+def test_gradients_of_whole_parameters_wait_where_the_caller_sums_them() -> None:
+    """A module that is called by itself sums them; within `postponed`, whoever calls it. What it was is restored, whatever happens."""
+    module = torch.nn.Module()
+    module.tp, module.tp_later = "tp:1/2", "tp:1/2"  # type: ignore[assignment]
+    weight = torch.ones(3, requires_grad=True)
+    with pytest.raises(TpcompileError, match="no process group"):
+        collectives.enter_later(weight, module.tp_later)
+    with pytest.raises(ValueError), collectives.postponed(module, "tp"):
+        assert (module.tp, module.tp_later) == ("tp:1/2", "tp:0/1")
+        collectives.enter_later(weight, module.tp_later).sum().backward()
+        raise ValueError
+    assert module.tp_later == "tp:1/2" and weight.grad is not None and weight.grad.tolist() == [1, 1, 1]
+    collectives.bind(module, {"tp": "5"})
+    assert (module.tp, module.tp_later) == ("tp:1/2=5", "tp:1/2=5")

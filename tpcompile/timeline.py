@@ -2,7 +2,8 @@
 
     before     all ranks agree on the batch; the loss counts are summed over dp, together
     schedule   forward and backward of every micro-batch, and what passes between stages
-    after      gradients over dp, then those of weights that several stages hold, over pp; the loss over dp and to all stages
+    after      gradients over dp; those of whole parameters that tensor ranks have parts of, over tp; those of weights that several stages
+               hold, over pp; the loss over dp and to all stages
 
 Without a pipeline the gradients' reduction overlaps the last backward: it has its own group, so only the order within it is said here.
 """
@@ -22,6 +23,7 @@ from tpcompile.ir import Boundary, Local, Program, Stage
 from tpcompile.layout import Layout, Size, TensorType, local_size, product
 from tpcompile.mesh import Mesh
 from tpcompile.messages import Sent, StageMessages
+from tpcompile.operation import op_name
 from tpcompile.schedules import Post, Run, Transfer, Wait, actions
 
 AGREEMENT = 3
@@ -89,7 +91,8 @@ class Step:
         program, layouts = self.local.program, self.local.layouts
         sizes = {name: _elements(program, layouts.get(place), place, tp) for place, name in reduced(program, stage).items()}
         if self.mesh.dp > 1:
-            yield from (_whole_stage if self.mesh.pp > 1 else _buckets)(sizes)
+            yield from _joined("dp", "backward", sizes) if self.mesh.pp > 1 else _buckets(sizes)
+        yield from _joined("tp", "step", {name: sizes[name] for name in summed_later(stage) if name in sizes})
         for name, held in shared_weights(self.stages).items():
             if stage.index in held and name in sizes:
                 dtype, elements = sizes[name]
@@ -123,6 +126,12 @@ def reduced(program: Program, stage: Stage) -> dict[str, str]:
     return {place: name for place, name in stage.parameters.items() if place in asked}
 
 
+def summed_later(stage: Stage) -> tuple[str, ...]:
+    """The parameters, by qualified name, whose gradient is a part of a sum over the tensor ranks when a step's last backward is done."""
+    entering = {node.all_input_nodes[0].name for node in stage.graph.nodes if op_name(node) == "tpcompile.enter_later.default"}
+    return tuple(name for place, name in stage.parameters.items() if place in entering)
+
+
 def shared_weights(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
     """Qualified parameter names that stand on more than one stage, with those stages."""
     holders: dict[str, list[int]] = defaultdict(list)
@@ -139,13 +148,13 @@ def _elements(program: Program, layout: Layout | tuple[Layout, ...] | None, plac
     return kind.dtype, product(local_size(dim, tp) for dim in layout.dims) if isinstance(layout, Layout) else product(kind.shape)
 
 
-def _whole_stage(sizes: Mapping[str, tuple[torch.dtype, Size]]) -> Iterator[Sent]:
-    """With a pipeline, torch's `replicate` joins the gradients of the stage into one tensor."""
+def _joined(axis: str, direction: str, sizes: Mapping[str, tuple[torch.dtype, Size]]) -> Iterator[Sent]:
+    """Gradients in one tensor for each type, as torch's `replicate` joins those of a pipeline's stage."""
     totals = defaultdict[torch.dtype, Size](int)
     for dtype, elements in sizes.values():
         totals[dtype] += elements
     for dtype, elements in totals.items():
-        yield Sent("dp", "backward", "all_reduce", "gradients", dtype, elements)
+        yield Sent(axis, direction, "all_reduce", "gradients", dtype, elements)
 
 
 def _buckets(sizes: Mapping[str, tuple[torch.dtype, Size]]) -> Iterator[Sent]:

@@ -194,6 +194,7 @@ TAKES = {
     "reduce": "a partial sum",
     "reduce_max": "a partial maximum",
     "enter": "a whole value",
+    "enter_later": "a whole value",
     "local_slice": "a whole value",
     "gather": "a cut value",
     "seq_gather": "a cut value",
@@ -219,13 +220,17 @@ def _state(layout: Layout) -> str:
     return "a cut value" if layout.is_cut else "a whole value"
 
 
+ENTERS = ("tpcompile.enter.default", "tpcompile.enter_later.default", "tpcompile.seq_gather.default")
+"""What makes a whole value, or one that becomes whole, ready for uses that see a part of its gradient."""
+
+
 def entered_values(
     graph: fx.Graph, layouts: Mapping[str, object], flowing: Collection[fx.Node], inside: Collection[str] = ()
 ) -> frozenset[fx.Node]:
     """Whole values whose gradient is a partial sum: what enters, here or before (`inside`), and what operations on it make whole."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.name in inside or op_name(node) in ("tpcompile.enter.default", "tpcompile.seq_gather.default"):
+        if node.name in inside or op_name(node) in ENTERS:
             found.add(node)
         elif node in flowing and op_name(node) not in CONVERSIONS and any(operand in found for operand in node.all_input_nodes):
             layout = layouts.get(node.name)
@@ -272,7 +277,7 @@ def _tensors(value: Any) -> list[fx.Node]:
 
 CONVERSIONS = tuple(
     f"tpcompile.{name}.default"
-    for name in ("enter", "gather", "reduce", "reduce_max", "seq_gather", "seq_scatter", "seq_slice", "seq_whole", "shared")
+    for name in ("enter", "enter_later", "gather", "reduce", "reduce_max", "seq_gather", "seq_scatter", "seq_slice", "seq_whole", "shared")
 )
 
 

@@ -13,8 +13,8 @@ from tpcompile.simulate import compare
 FORMULAS = {  # per micro-batch: all-reduces forward and backward of L layers; a cut vocabulary's table, head and loss
     ("llama", False): ("2·L·m", "2·L·m"),
     ("llama", True): ("m·(2·L + 4)", "m·(2·L + 1)"),
-    ("neox", False): ("L·m", "5·L·m"),  # attention and MLP side by side, each behind a norm whose weight and bias enter with the stream
-    ("neox", True): ("m·(L + 4)", "m·(5·L + 1)"),
+    ("neox", False): ("L·m", "L·m"),  # attention and MLP side by side, each behind a norm whose weight and bias are summed once a step
+    ("neox", True): ("m·(L + 4)", "m·(L + 1)"),
     ("gpt", False): ("2·L·m", "2·L·m"),
     ("gpt", True): ("m·(2·L + 4)", "m·(2·L + 1)"),
 }
@@ -31,6 +31,14 @@ def test_all_reduces_of_a_layer(name: str, vocabulary: bool) -> None:
     graph = compilation.rank_program(made(name)[0], 1).graph
     assert value(forward.count, sizes) == counting.forward(graph)["all_reduce"]
     assert value(backward.count, sizes) == counting.backward(graph)["all_reduce"]
+
+
+def test_whole_parameters_are_summed_once_a_step() -> None:
+    """Weights and biases of the two norms of 2 layers, 32 numbers of 8 bytes each, whatever the batch and its micro-batches."""
+    compilation = compiled("neox", "tp=2", sequence_parallel=False)
+    (row,) = [row for row in calls(compilation, compilation.stages[0]) if (row.axis, row.direction) == ("tp", "step")]
+    assert (row.call, row.count, row.bytes) == ("all_reduce", 1, 2 * 4 * 32 * 8)
+    assert formula(row.sent) == "4096 - 4096/tp"
 
 
 def test_bytes_are_those_of_the_residual_stream() -> None:

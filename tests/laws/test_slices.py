@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from law_models import edited, nothing, other_arguments, refused, step
+from pass_models import TwoNorms
 from torch import fx
 
 from tpcompile.collectives import ops
@@ -68,3 +69,41 @@ def test_a_gradient_that_is_summed_over_ranks_that_share_nothing() -> None:
         return graph.create_node("call_function", node.target, (again,), name=node.name)  # type: ignore[arg-type]
 
     refused(edited(step(), change), "again = tpcompile.shared.default: linear_2 is no parameter, and its gradient is not shared")
+
+
+def test_a_value_whose_gradient_nobody_sums_later() -> None:
+    """What is summed after the step is a parameter's gradient; that of a value went on long before."""
+
+    def change(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        if node.name != "add_enter":
+            return None
+        return graph.create_node("call_function", ops.enter_later.default, (made[node.all_input_nodes[0]], "tp"), name=node.name)  # type: ignore[arg-type]
+
+    refused(edited(step(), change), "add_enter = tpcompile.enter_later.default: add is no parameter, and its gradient is not summed after")
+
+
+def test_a_gradient_that_is_summed_after_the_step_once_more() -> None:
+    """One of two uses is reduced at once: the sum after the step would count that again."""
+    weight = "p_layers_0_norm_weight"
+
+    def change(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        if node.name != f"{weight}_enter":
+            return None
+        parameter = made[node.all_input_nodes[0]]
+        later = graph.create_node("call_function", ops.enter_later.default, (parameter, "tp"), name=node.name)  # type: ignore[arg-type]
+        graph.create_node("call_function", ops.enter.default, (parameter, "tp"), name="again")  # type: ignore[arg-type]
+        return later
+
+    made = edited(step(block=TwoNorms), change)
+    what = f"again = tpcompile.enter.default: reads the parameter {weight}, whose gradient is summed once more after the step"
+    refused(made, what, line="")
+
+
+def test_a_gradient_that_is_summed_nowhere() -> None:
+    name = "p_layers_0_norm_weight"
+
+    def change(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        return made[node.all_input_nodes[0]] if node.name == f"{name}_enter" else None
+
+    what = f"layer_norm works on pieces and reads {name} whole: its gradient is a partial sum, and is not reduced"
+    refused(edited(step(block=TwoNorms), change), what)

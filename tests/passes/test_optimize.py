@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from pass_models import Parallel, Tiny, before_and_after, captured, local, sharded, tiny
+from pass_models import Parallel, Tiny, TwoNorms, before_and_after, captured, local, sharded, tiny
 from torch import Tensor, nn
 
 import tpcompile
+from tpcompile.ir import Local
 from tpcompile.layout import cut_factors
 from tpcompile.passes.optimize import optimize
 from tpcompile.passes.rewrite import rewrite
@@ -115,3 +116,65 @@ class Sized(nn.Module):
 def test_a_size_that_is_read_off_a_value_has_no_gradient() -> None:
     batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
     assert tpcompile.check(Sized().double(), "tp=2", batch, loss=lambda outputs, batch: outputs.square().sum()).ok
+
+
+# --- gradients of whole parameters -----------------------------------------------------------------------------------
+
+
+def read_by(made: Local, name: str) -> set[str]:
+    """What reads a parameter."""
+    (parameter,) = (node for node in made.graph.nodes if node.name == name)
+    return {op_name(user) for user in parameter.users}
+
+
+LATER, ENTER = {"tpcompile.enter_later.default"}, {"tpcompile.enter.default"}
+
+
+def test_norms_that_regions_alone_read_are_summed_later() -> None:
+    made = verify(optimize(local(tiny(block=TwoNorms)[0], 2)))
+    names = [f"p_layers_0_{norm}_{own}" for norm in ("norm", "second") for own in ("weight", "bias")]
+    assert [read_by(made, name) for name in names] == [LATER] * 4
+
+
+class Scaled(nn.Module):
+    """A scale that a region reads and the residual stream too, and one that a region alone reads, added to one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.both, self.inner = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.both + self.down(self.up(x).relu() * self.both * (1 + self.inner))
+
+
+def test_a_parameter_that_whole_values_use_too_is_summed_where_it_enters() -> None:
+    """By one of its ways its gradient is whole: summed later, that would be counted by every rank."""
+    model, batch = Scaled().double(), {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
+    compiled = tpcompile.compile(model, "tp=2", batch, sequence_parallel=False)
+    made = compiled.history["optimize"].made
+    assert read_by(made, "p_both") == {"aten.mul.Tensor", *ENTER} and read_by(made, "p_inner") == LATER
+    assert tpcompile.check(model, "tp=2", batch, sequence_parallel=False).ok
+
+
+class OnePlus(nn.Module):
+    """Norms whose weight is one more than their parameter, in float32 whatever the model's type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).relu())
+        normed = x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * (1.0 + self.scale)
+        return x + self.down(self.up(normed).relu())
+
+
+def test_what_parameters_alone_make_does_not_enter() -> None:
+    """1 + scale is used at every position; the scale enters, and its gradient is summed once a step."""
+    model, batch = OnePlus().double(), {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
+    made = tpcompile.compile(model, "tp=2", batch).history["optimize"].made
+    assert read_by(made, "p_scale") == LATER
+    report = tpcompile.check(model, "tp=2", batch, microbatches=2)
+    assert report.ok and [total.count for total in report.traffic if (total.axis, total.direction) == ("tp", "step")] == [1]

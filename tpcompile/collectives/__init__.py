@@ -4,6 +4,7 @@ Every operator names its group by a string: the name of a torch process group, s
 
     name          forward                       backward                        stands where
     enter         identity                      all-reduce                      a whole value goes into cut uses
+    enter_later   identity                      all-reduce, unless postponed    a whole parameter that has cut uses alone
     reduce        all-reduce                    identity                        a partial sum becomes whole
     reduce_max    all-reduce of the largest     none                            a partial maximum becomes whole
     gather        all-gather                    own pieces                      a cut value becomes whole
@@ -34,10 +35,14 @@ first order: a backward that is itself recorded (create_graph=True) is refused.
 Before `bind`, an axis is spelled "tp:1/4": coordinate 1 of 4 without a group. That is enough to trace; running needs a group,
 unless the axis has one rank: then every operator is the identity, or a plain slice, and nothing communicates.
 
-`enter` and `shared` are identities. An operator must not return its input, and Inductor relies on that; but a copy of every value
-that enters a region would cost memory and time. So these two have an autograd kernel of their own: run eagerly, it returns a view; while
-something traces, it makes a clone, which is all that Inductor then sees of them, and which it removes. An operator marked as a view is
-not an option, since functionalization refuses custom ones; nor is a bare autograd.Function, since export would lose its backward.
+`enter_later` reduces a parameter's gradient where it stands, as `enter` does, so that a module is right by itself. Who runs several
+micro-batches `postponed`s that: gradients stay each rank's own part, and he sums them over the axis, once, before anybody reads them.
+
+`enter`, `enter_later` and `shared` are identities. An operator must not return its input, and Inductor relies on that; but a copy of
+every value that enters a region would cost memory and time. So these have an autograd kernel of their own: run eagerly, it returns a
+view; while something traces, it makes a clone, which is all that Inductor then sees of them, and which it removes. An operator marked as
+a view is not an option, since functionalization refuses custom ones; nor is a bare autograd.Function, since export would lose its
+backward.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpcompile.collectives.groups import bind, check_bound, group_of, place, unbound
+from tpcompile.collectives.groups import bind, check_bound, group_of, place, postponed, unbound
 from tpcompile.collectives.heads import pick
 from tpcompile.collectives.indexed import DIGITS, OWN, finalize
 from tpcompile.collectives.keyed_dropout import mix
@@ -60,9 +65,10 @@ from tpcompile.collectives.table import COLLECTIVES, RING, Collective, Message
 from tpcompile.collectives.vocabulary import exp_sum, look_up, own_entries
 from tpcompile.errors import Refused
 
-__all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "exp_sum", "finalize"]
-__all__ += ["gather", "held_by", "holders", "length", "local_slice", "look_up", "mix", "ops", "overlap", "own_entries", "pick", "piece"]
-__all__ += ["DIGITS", "OWN", "place", "reduce", "reduce_max", "shared", "spread", "take", "unbound", "uniform"]
+__all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "enter_later", "exp_sum"]
+__all__ += ["finalize", "gather", "held_by", "holders", "length", "local_slice", "look_up", "mix", "ops", "overlap", "own_entries"]
+__all__ += ["pick", "piece", "DIGITS", "OWN", "place", "postponed", "reduce", "reduce_max", "shared", "spread", "take", "unbound"]
+__all__ += ["uniform"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter
@@ -152,6 +158,7 @@ def _define_identity(name: str, arguments: str, backward: Callable[..., Tensor])
 
 
 _define_identity("enter", "", _all_reduce)
+_define_identity("enter_later", "", lambda grad, axis: grad if place(axis)[1] == 1 else _all_reduce(grad, axis))
 
 
 def _share(grad: Tensor, axis: str, dim: int, bounds: Sequence[int]) -> Tensor:
@@ -251,6 +258,7 @@ ops = torch.ops.tpcompile
 dropout = ops.dropout.default
 dropout_at = ops.dropout_at.default
 enter = ops.enter.default
+enter_later = ops.enter_later.default
 gather = ops.gather.default
 local_slice = ops.local_slice.default
 reduce = ops.reduce.default

@@ -11,13 +11,17 @@ text, and would give one rank the code of another.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _resolve_process_group
 
 from tpcompile.errors import TpcompileError
+
+LATER = "_later"
+"""Ends the name of a module's attribute that spells the axis over which gradients of whole parameters are summed."""
 
 _SPELLING = re.compile(r"(\w+):(\d+)/(\d+)(?:=(.*))?")
 
@@ -45,9 +49,25 @@ def bind(module: nn.Module, groups: Mapping[str, str]) -> None:
     """Set the process groups of an emitted module, by axis: `bind(module, {"tp": group.group_name})`."""
     for part in module.modules():
         for axis, name in groups.items():
-            spelled = vars(part).get(axis)
-            if isinstance(spelled, str):
-                setattr(part, axis, _bound(spelled, name))
+            for attribute in (axis, axis + LATER):
+                if isinstance(spelled := vars(part).get(attribute), str):
+                    setattr(part, attribute, _bound(spelled, name))
+
+
+@contextmanager
+def postponed(module: nn.Module, axis: str) -> Iterator[None]:
+    """Within, forwards of an emitted module leave the gradients of `enter_later` as they are: each rank's own part of a sum over `axis`.
+
+    Whoever enters it sums them, once, after the last backward of what was run within.
+    """
+    spelled = {part: value for part in module.modules() if (value := vars(part).get(axis + LATER)) is not None}
+    try:
+        for part in spelled:
+            setattr(part, axis + LATER, unbound(axis, 0, 1))
+        yield
+    finally:
+        for part, value in spelled.items():
+            setattr(part, axis + LATER, value)
 
 
 def _bound(axis: str, name: str) -> str:

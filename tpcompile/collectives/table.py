@@ -95,6 +95,7 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         "dropout": Collective(),
         "dropout_at": Collective(),
         "enter": Collective(backward=(Message("all_reduce", everything),)),
+        "enter_later": Collective(),  # once a step, by whoever runs the micro-batches
         "exp_sum": Collective(),
         "gather": Collective(forward=(Message("all_gather", longest),)),
         "local_slice": Collective(),

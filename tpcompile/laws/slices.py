@@ -25,6 +25,7 @@ def check_slices(local: Local) -> None:
             _check_alike(local, node)
             _check_bounds(local, node)
             _check_shared(local, node)
+            _check_later(local, node)
     seen: set[tuple[object, object]] = set()
     for node in local.graph.nodes:
         layout = local.layouts.get(node.name)
@@ -61,6 +62,18 @@ def _check_shared(local: Local, node: fx.Node) -> None:
     operand = node.all_input_nodes[0]
     if op_name(node) == "tpcompile.shared.default" and operand.name not in local.program.parameters:
         raise broken(local, node, f"{operand.name} is no parameter, and its gradient is not shared")
+
+
+def _check_later(local: Local, node: fx.Node) -> None:
+    """The gradient that is summed after the step is a parameter's, and a part of the sum by every way that it comes."""
+    if op_name(node) != "tpcompile.enter_later.default":
+        return
+    operand = node.all_input_nodes[0]
+    if operand.name not in local.program.parameters:
+        raise broken(local, node, f"{operand.name} is no parameter, and its gradient is not summed after the step")
+    for user in operand.users:
+        if user.target is not node.target:
+            raise broken(local, user, f"reads the parameter {operand.name}, whose gradient is summed once more after the step")
 
 
 def _check_cover(local: Local, node: fx.Node, dim: Dim, seen: set[tuple[object, object]]) -> None:

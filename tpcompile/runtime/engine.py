@@ -20,6 +20,7 @@ from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
 from tpcompile.runtime.shared import SharedWeights
 from tpcompile.runtime.stage import StageRoot
+from tpcompile.runtime.summed import summed_once
 from tpcompile.timeline import shared_weights
 
 
@@ -84,11 +85,13 @@ class Engine:
         with torch.enable_grad():
             if self.groups.mesh.pp > 1:
                 with gradients_aside(self.root):
-                    losses = self._schedules.train(work)
+                    with summed_once(self.root, capture.stage, self.groups):
+                        losses = self._schedules.train(work)
                     self._shared.sum_gradients(self.root)
                     check_gradients(self.root, capture.trained)
             else:
-                losses = step.accumulate(engine, work)
+                with summed_once(self.root, capture.stage, self.groups):
+                    losses = step.accumulate(engine, work)
                 check_gradients(self.root, capture.trained)
         return step.report(losses, _loss_type(capture.program), self.groups)
 

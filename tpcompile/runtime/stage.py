@@ -43,10 +43,10 @@ class StageRoot(nn.Module):
 
     def begin(self, updates: Sequence[str]) -> None:
         """A step of a capture begins, whose forward gives these buffers new values."""
-        self._begun = {name: self._module.get_buffer(name) for name in updates}
+        self._begun = {name: self.running.get_buffer(name) for name in updates}
 
     @property
-    def _module(self) -> nn.Module:
+    def running(self) -> nn.Module:
         """The module of the capture that runs."""
         if self.capture == 0:
             return self.program
@@ -79,7 +79,7 @@ class StageRoot(nn.Module):
         return tuple(output.contiguous() for output in outputs) if self.sends else outputs
 
     def _run(self, *received: Tensor, **inputs: Tensor) -> Any:
-        module = self._module
+        module = self.running
         for name, value in self._begun.items():
             self._put(module, name, value)
         if module is self.program:

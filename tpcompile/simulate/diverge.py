@@ -22,7 +22,8 @@ from tpcompile.verify import entered_values
 
 SEQUENCE = ("seq_gather", "seq_scatter", "seq_slice", "seq_whole")
 CONVERSIONS = tuple(
-    f"tpcompile.{name}.default" for name in ("enter", "gather", "local_slice", "pick", "reduce", "reduce_max", *SEQUENCE, "shared")
+    f"tpcompile.{name}.default"
+    for name in ("enter", "enter_later", "gather", "local_slice", "pick", "reduce", "reduce_max", *SEQUENCE, "shared")
 )
 """Their own gradients belong to no value of the global program."""
 

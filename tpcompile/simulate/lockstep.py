@@ -96,6 +96,11 @@ def _enter(line: Line, values: Values) -> Sequence[Tensor]:
     return _joint(copies, line.sums("backward"), values)
 
 
+def _enter_later(line: Line, values: Values) -> Sequence[Tensor]:
+    """Every rank's own part of the gradient stays its own: `Replay` sums them."""
+    return _joint(copies, copies, values)
+
+
 def _reduce(line: Line, values: Values) -> Sequence[Tensor]:
     return _joint(line.sums("forward"), copies, values)
 
@@ -169,6 +174,7 @@ def _seq_linear(node: fx.Node, values: Mapping[fx.Node, Values], line: Line) -> 
 
 JOINT: Mapping[str, Callable[..., Sequence[Tensor]]] = {
     "tpcompile.enter.default": _enter,
+    "tpcompile.enter_later.default": _enter_later,
     "tpcompile.gather.default": _gather,
     "tpcompile.local_slice.default": _local_slice,
     "tpcompile.reduce.default": _reduce,

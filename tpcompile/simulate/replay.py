@@ -16,7 +16,7 @@ from tpcompile.ir import Count, Program, results
 from tpcompile.layout import TensorType
 from tpcompile.simulate.lockstep import Values, run, send
 from tpcompile.simulate.wire import Wire
-from tpcompile.timeline import shared_weights
+from tpcompile.timeline import shared_weights, summed_later
 
 Pieces = dict[str, list[Tensor]]
 """A stage's parameters by qualified name: one local piece for every coordinate of the tensor axis."""
@@ -129,6 +129,7 @@ class Replay:
             total = total + losses[0].detach() / mesh.dp
             outputs.append(tuple(value.detach() for value in returned[0]))
         self.note_gradients()
+        self.sum_later()
         self.tie()
         self.note_loss(total)
         self.buffers = updated
@@ -190,6 +191,20 @@ class Replay:
                 grads = [piece.grad for piece in same if piece.grad is not None]
                 for piece in same if grads else ():
                     piece.grad = torch.stack(grads).sum(0)
+
+    def sum_later(self) -> None:
+        """Sum the gradients of whole parameters of which every tensor rank has a part, all of a stage's at once."""
+        for number, (stage, held) in enumerate(zip(self.compilation.stages, self.pieces, strict=True)):
+            mine: dict[torch.dtype, list[Tensor]] = {}
+            for name in summed_later(stage):
+                grads = [piece.grad for piece in held[name] if piece.grad is not None]
+                if grads:
+                    mine.setdefault(grads[0].dtype, []).append(grads[self.wire.rank])
+                    total = torch.stack(grads).sum(0)
+                    for piece in held[name]:
+                        piece.grad = total.clone()
+            for parts in mine.values():
+                self.wire.note(number, "tp", "step", "all_reduce", "gradients", *parts)
 
     def note_gradients(self) -> None:
         """What replicas give to each other, and stages that hold the same weight."""
