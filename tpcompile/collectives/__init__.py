@@ -67,7 +67,7 @@ from tpcompile.errors import Refused
 
 __all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "enter_later", "exp_sum"]
 __all__ += ["finalize", "gather", "held_by", "holders", "length", "local_slice", "look_up", "mix", "ops", "overlap", "own_entries"]
-__all__ += ["pick", "piece", "DIGITS", "OWN", "place", "postponed", "reduce", "reduce_max", "shared", "spread", "take", "unbound"]
+__all__ += ["DIGITS", "OWN", "pick", "piece", "place", "postponed", "reduce", "reduce_max", "shared", "spread", "take", "unbound"]
 __all__ += ["uniform"]
 
 
