@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -10,6 +11,7 @@ from tpcompile.errors import InputError, Refused
 from tpcompile.gradients import trained, with_gradient
 from tpcompile.ir import Boundary, Local, Stage, ancestors
 from tpcompile.layout import Layout, TensorType
+from tpcompile.messages import why_unhalved
 from tpcompile.passes._homes import homes_of_updates
 from tpcompile.passes._places import PRODUCTS, by_cost, by_layers, cost, free_nodes, is_cut, most_parts, refusal
 from tpcompile.passes._reasons import user_line
@@ -17,27 +19,34 @@ from tpcompile.rules import op_name
 from tpcompile.text import origin_types
 
 
-def split(local: Local, stages: int, costs: Mapping[str, int]) -> tuple[Stage, ...]:
+def split(local: Local, pp: int, costs: Mapping[str, int], per_rank: int = 1) -> tuple[Stage, ...]:
     """Cut a graph into stages so that the most expensive one is as cheap as can be; only what cannot be computed again crosses.
+
+    There are `per_rank` of them for each of `pp` ranks.
 
     before  %h1 = layer 0, %h2 = layer 1 (%h1, %cos), %h3 = layer 2 (%h2, %cos)
     after   stage 0: ids → %h1, %h2;  stage 1: %h2, ids → %cos again, %h3
     """
-    cutter = _Cutter(local, dict.fromkeys(local.graph.nodes, 0), 1) if stages == 1 else _chosen(local, stages, costs)
-    return tuple(cutter.stage(index) for index in range(stages))
+    stages = pp * per_rank
+    cutter = _Cutter(local, dict.fromkeys(local.graph.nodes, 0), 1) if stages == 1 else _chosen(local, pp, per_rank, costs)
+    made = (cutter.stage(index) for index in range(stages))
+    return tuple(replace(stage, unhalved=why_unhalved(local, stage)) for stage in made)
 
 
-def _chosen(local: Local, stages: int, costs: Mapping[str, int]) -> _Cutter:
+def _chosen(local: Local, pp: int, per_rank: int, costs: Mapping[str, int]) -> _Cutter:
     """Between layers, if there are enough; unless elsewhere fewer values cross and the slowest stage is faster, or nothing is refused."""
+    stages = pp * per_rank
     layers = _Cutter(local, by_layers(local, stages, costs), stages) if len(local.program.layers) >= stages else None
     places = by_cost(local, stages, costs)
     if places is None and layers is None:
         parts = most_parts(local)
+        fewer = parts // per_rank
+        fix = f"use pp={fewer}" + " or less" * (fewer > 1) if fewer > 1 or per_rank == 1 else 'use schedule="1f1b", with one stage on a rank'
         raise InputError(
             f"{stages} pipeline stages for a model that can be cut into {parts} part{'s' * (parts != 1)}",
-            at=f"compile(mesh pp={stages})",
+            at=f"compile(mesh pp={pp}" + (f", stages_per_rank={per_rank})" if per_rank > 1 else ")"),
             source=user_line(),
-            fix=f"use pp={parts}" + " or less" * (parts > 1),
+            fix=fix,
         )
     anywhere = _Cutter(local, places, stages) if places is not None else None
     if layers is None or anywhere is None:

@@ -21,7 +21,7 @@ LAYERS = (
     ("rules",),
     ("collectives",),
     ("ir",),
-    ("text", "gradients", "schedules"),
+    ("text", "gradients", "halves", "schedules"),
     ("messages",),
     ("timeline",),
     ("laws",),

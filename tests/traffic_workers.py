@@ -68,7 +68,7 @@ def call(compilation: Compilation, sent: Sent, rank: int) -> Call:
     mesh = compilation.mesh
     group = members(mesh, sent, rank)
     elements = evaluate(sent.elements, {**compilation.sizes, RANKS: mesh.tp})
-    peer = sent.stages[0] if sent.call in ("send", "recv") else None
+    peer = sent.places[0] if sent.call in ("send", "recv") else None
     return Call(group, sent.call, sent.dtype, elements, peer)
 
 
@@ -78,7 +78,7 @@ def members(mesh: Mesh, sent: Sent, rank: int) -> tuple[int, ...]:
     if sent.axis == "all":
         return tuple(range(mesh.size))
     if sent.axis == "pp" and sent.call == "all_reduce":
-        return tuple(mesh.rank({**place, "pp": stage}) for stage in sent.stages)
+        return tuple(mesh.rank({**place, "pp": other}) for other in sent.places)
     return mesh.group(sent.axis, place)
 
 

@@ -28,18 +28,18 @@ transformers.logging.set_verbosity_error()
 # --------------------------------------------------------------------------------------------- models and batches
 
 
-def gpt2(dropout: float = 0.0, recomputes: bool = False) -> nn.Module:
-    """Five heads and 91 words, so that nothing divides by two."""
+def gpt2(dropout: float = 0.0, recomputes: bool = False, layers: int = 2) -> nn.Module:
+    """Five heads and 91 words, so that nothing divides by two. The embedding and the head are one weight."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=40, n_layer=2, n_head=5, **rates)
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=40, n_layer=layers, n_head=5, **rates)
     model = _made(transformers.GPT2LMHeadModel, config)
     if recomputes:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model
 
 
-def llama() -> nn.Module:
-    sizes = {"hidden_size": 64, "intermediate_size": 91, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+def llama(layers: int = 2) -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 91, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
     return _made(transformers.LlamaForCausalLM, transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes))
 
 
@@ -130,6 +130,7 @@ class Case:
     overrides: tuple[tuple[str, str], ...] = ()
     lengths: tuple[int, ...] = (7, 7, 10)
     dropout: str = "local"
+    rows: int = 8
 
     def __str__(self) -> str:
         name = self.model.func.__name__ if isinstance(self.model, partial) else self.model.__name__
@@ -138,7 +139,7 @@ class Case:
 
     def batches(self) -> list[Batch]:
         labels = "targets" if self.loss else "labels"
-        return [batch(length=length, seed=seed, labels=labels) for seed, length in enumerate(self.lengths)]
+        return [batch(self.rows, length=length, seed=seed, labels=labels) for seed, length in enumerate(self.lengths)]
 
     def compiled(self, model: nn.Module, mesh: Any = None) -> Compiled:
         settings = {"loss": self.loss, "microbatches": self.microbatches, "schedule": self.schedule, "overrides": dict(self.overrides)}

@@ -56,6 +56,7 @@ class Options:
     microbatches: int = 1
     split_batches: bool = True
     schedule: str = "1f1b"
+    stages_per_rank: int = 1
     data_parallel: str = "ddp"
     overrides: Mapping[str, str] = field(default_factory=dict)
     dropout: str = "local"  # or "exact", "fast"
@@ -122,8 +123,9 @@ class Compilation:
 
     def rank_program(self, model: nn.Module, rank: int, device: torch.device | str = "cpu") -> RankProgram:
         """The modules that a rank runs, with its own pieces of the model's parameters."""
-        tables = {"layouts": self.local.layouts, "origins": self.local.origins}
-        made = emit(self.stages, self.program, model, self.pieces(), self.mesh, rank, torch.device(device), **tables)  # type: ignore[arg-type]
+        tables: dict[str, Any] = {"layouts": self.local.layouts, "origins": self.local.origins}
+        tables["held"] = [stage.index for stage in self.step.stages_at(self.mesh.coordinates(rank)["pp"])]
+        made = emit(self.stages, self.program, model, self.pieces(), self.mesh, rank, torch.device(device), **tables)
         for stage, module, graph in zip(made.stages, made.modules, made.graphs, strict=True):
             held = dict(module.named_parameters(remove_duplicate=False))
             check_rank(self.local, stage, graph, made.coordinates["tp"], held)
@@ -194,7 +196,7 @@ def lower_captured(
     sharded = verify(log.run("sequence", delayed, lambda: sequence(delayed))) if options.sequence_parallel else delayed
     rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
     local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten, gather_again=options.sequence_parallel == "regather")))
-    stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch))))
+    stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch), options.stages_per_rank)))
     step = verify(step_of(local, stages, mesh, options, sizes_of(program, batch)))
     return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, step, MappingProxyType(log.steps))
 

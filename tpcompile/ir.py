@@ -255,6 +255,7 @@ class Stage:
     buffers: Mapping[str, str]
     constants: tuple[str, ...]
     updates: tuple[str, ...] = ()
+    unhalved: str = ""  # why its backward is never run in halves; "" where it can be
 
 
 class Draft:

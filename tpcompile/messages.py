@@ -15,6 +15,7 @@ from torch import fx
 from tpcompile.collectives import COLLECTIVES, Collective
 from tpcompile.collectives.table import Given, Message
 from tpcompile.gradients import asked_for, trained, with_gradient
+from tpcompile.halves import first_half, second_half, why_whole
 from tpcompile.ir import Local, Stage
 from tpcompile.layout import Layout, Size, TensorType, size_of
 from tpcompile.operation import argument, op_name
@@ -30,8 +31,9 @@ class Sent:
     value: str  # the value that is sent, or what the call is for
     dtype: torch.dtype
     elements: Size
-    stages: tuple[int, ...] = ()  # over pp: the stage on the other end, or all that take part
+    places: tuple[int, ...] = ()  # over pp: the place of the rank on the other end, or those of all that take part
     microbatch: int | None = None
+    stage: int | None = None  # None: for all stages of the rank
 
     @property
     def bytes(self) -> Size:
@@ -40,10 +42,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class StageMessages:
-    """The calls of one micro-batch on a stage."""
+    """The calls of one micro-batch on a stage; those of backward also by halves: all of a backward that stays whole are in the first."""
 
     forward: tuple[Sent, ...]
     backward: tuple[Sent, ...]
+    input: tuple[Sent, ...] = ()
+    weight: tuple[Sent, ...] = ()
 
 
 def collective_of(node: fx.Node) -> Collective | None:
@@ -56,17 +60,41 @@ def stage_messages(local: Local, stage: Stage, order: Iterable[str]) -> StageMes
     """The calls of a stage whose nodes run in this order. The last stage's backward begins at the loss, others' at what they send."""
     nodes = {node.name: node for node in stage.graph.nodes}
     running = [node for name in order if (node := nodes[name]).op == "call_function"]
-    having = has_gradient(local, stage)
-    asked = asked_for(stage.graph, roots(local, stage), having)
-    types = dtypes(local, stage.graph)
-    forward, backward = list[Sent](), list[Sent]()
+    asked, types = asked_of(local, stage), dtypes(local, stage.graph)
+    forward, backward = list[Sent](), dict[str, tuple[Sent, ...]]()
     for node in running:
         if (own := collective_of(node)) is not None:
             forward += _sent(local, node, types, "forward", own.forward)
     for node in reversed(running):
         if (own := collective_of(node)) is not None and node.name in asked:
-            backward += _sent(local, node, types, "backward", own.backward)
-    return StageMessages(tuple(forward), tuple(backward))
+            backward[node.name] = tuple(_sent(local, node, types, "backward", own.backward))
+
+    def of(names: Iterable[str]) -> tuple[Sent, ...]:
+        return tuple(sent for name in names for sent in backward[name])
+
+    if stage.unhalved or not stage.index:
+        return StageMessages(tuple(forward), of(backward), *((of(backward), ()) if stage.unhalved else ((), of(backward))))
+    first = first_half(stage.graph, _received(stage), asked)
+    later = [name for group in second_half(stage.graph, stage.parameters, first, asked) for name in backward if name in group]
+    return StageMessages(tuple(forward), of(backward), of(name for name in backward if name in first), of(later))
+
+
+def why_unhalved(local: Local, stage: Stage) -> str:
+    """Why a stage's backward is never run in halves; "" where it can be. That of the first stage is all for its weights."""
+    if not stage.index:
+        return ""
+    asked = asked_of(local, stage)
+    first = first_half(stage.graph, _received(stage), asked)
+    return why_whole(stage.graph, stage.parameters, first, roots(local, stage), asked)
+
+
+def asked_of(local: Local, stage: Stage) -> frozenset[str]:
+    """The values of a stage that its backward reaches."""
+    return asked_for(stage.graph, roots(local, stage), has_gradient(local, stage))
+
+
+def _received(stage: Stage) -> list[str]:
+    return [boundary.name for boundary in stage.receives if boundary.requires_grad]
 
 
 def has_gradient(local: Local, stage: Stage) -> frozenset[str]:

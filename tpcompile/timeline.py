@@ -1,4 +1,4 @@
-"""Everything that the ranks of a stage hand to the process group in one step of training, in order: the plan of a step.
+"""Everything that the ranks of a place along the pipeline hand to the process group in one step of training, in order: the plan of a step.
 
     before     all ranks agree on the batch; the loss counts are summed over dp, together
     schedule   forward and backward of every micro-batch, and what passes between stages
@@ -24,7 +24,7 @@ from tpcompile.layout import Layout, Size, TensorType, local_size, product
 from tpcompile.mesh import Mesh
 from tpcompile.messages import Sent, StageMessages
 from tpcompile.operation import op_name
-from tpcompile.schedules import Post, Run, Transfer, Wait, actions
+from tpcompile.schedules import Await, Post, Reduce, Run, Transfer, Wait, Work, actions, place_of, stages_at
 
 AGREEMENT = 3
 """Whole numbers that a rank shows to all others before a step."""
@@ -34,13 +34,13 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 
 @dataclass(frozen=True)
 class Posted:
-    """Sends and receives that begin together; with `wait` the stage stands still until they are done."""
+    """Sends and receives that begin together; with `wait` the rank stands still until they are done."""
 
     transfers: tuple[Sent, ...]
     wait: bool
 
 
-Event = Sent | Posted | Wait
+Event = Sent | Posted | Await | Wait
 
 
 @dataclass(frozen=True)
@@ -55,28 +55,47 @@ class Step:
     messages: tuple[StageMessages, ...]
     sizes: Mapping[Symbol, int]  # of the example's micro-batch
 
-    def timeline(self, stage: int, tp: int = 0) -> tuple[Event, ...]:
-        """What a rank of a stage does, in order. `tp` is its tensor coordinate: its gradients have the sizes of its own pieces."""
-        return tuple(self._events(stage, tp))
+    @property
+    def per_rank(self) -> int:
+        """How many stages a rank holds."""
+        return len(self.stages) // self.mesh.pp
 
-    def _events(self, index: int, tp: int) -> Iterator[Event]:
-        mesh, stage = self.mesh, self.stages[index]
+    def place_of(self, stage: int) -> int:
+        """The place along the pipeline axis of the rank that holds a stage."""
+        return place_of(self.schedule, stage, self.mesh.pp)
+
+    def stages_at(self, place: int) -> tuple[Stage, ...]:
+        """The stages that a rank holds."""
+        return tuple(self.stages[index] for index in stages_at(self.schedule, place, self.mesh.pp, len(self.stages)))
+
+    def timeline(self, place: int, tp: int = 0) -> tuple[Event, ...]:
+        """What a rank at a place along the pipeline does, in order; its tensor coordinate says of which pieces it has gradients."""
+        return tuple(self._events(place, tp))
+
+    def _events(self, place: int, tp: int) -> Iterator[Event]:
+        mesh = self.mesh
         if mesh.size > 1:
             yield Sent("all", "step", "all_gather", "batch", torch.int64, AGREEMENT)
         if counted := self._counted():
             yield Sent("dp", "step", "all_reduce", "counts", torch.float64, counted)
-        for action in actions(self.schedule, index, len(self.stages), self.microbatches):
+        for action in actions(self.schedule, place, mesh.pp, self.per_rank, self.microbatches):
             match action:
-                case Run(direction, microbatch):
-                    sent = self.messages[index].forward if direction == "forward" else self.messages[index].backward
-                    yield from (replace(message, microbatch=microbatch) for message in sent)
+                case Run(work, microbatch, stage):
+                    yield from (replace(message, microbatch=microbatch, stage=stage) for message in self._said(stage, work))
                 case Post(transfers, wait):
-                    if found := tuple(sent for transfer in transfers for sent in _transferred(stage, transfer, tp)):
+                    if found := tuple(sent for transfer in transfers for sent in _transferred(self.stages[transfer.stage], transfer, tp)):
                         yield Posted(found, wait)
-                case Wait():
+                case Await() | Wait():
                     yield action
-        yield from self._gradients(stage, tp)
-        yield from self._loss(index)
+                case Reduce(stage):
+                    yield from self._reduced(stage, tp)
+        yield from self._summed(place, tp)
+        yield from self._shared(place, tp)
+        yield from self._loss(place)
+
+    def _said(self, stage: int, work: Work) -> tuple[Sent, ...]:
+        messages = self.messages[stage]
+        return {"forward": messages.forward, "backward": messages.backward, "input": messages.input, "weight": messages.weight}[work]
 
     def _counted(self) -> Size:
         """How many numbers of the whole batch the replicas add up."""
@@ -87,24 +106,39 @@ class Step:
             total += product(kind.shape) if count.graph is not None else 0
         return total
 
-    def _gradients(self, stage: Stage, tp: int) -> Iterator[Sent]:
-        program, layouts = self.local.program, self.local.layouts
-        sizes = {name: _elements(program, layouts.get(place), place, tp) for place, name in reduced(program, stage).items()}
+    def _reduced(self, stage: int, tp: int) -> Iterator[Sent]:
+        """The gradients of a stage over the replicas."""
         if self.mesh.dp > 1:
-            yield from _joined("dp", "backward", sizes) if self.mesh.pp > 1 else _buckets(sizes)
-        yield from _joined("tp", "step", {name: sizes[name] for name in summed_later(stage) if name in sizes})
-        for name, held in shared_weights(self.stages).items():
-            if stage.index in held and name in sizes:
-                dtype, elements = sizes[name]
-                yield Sent("pp", "backward", "all_reduce", name, dtype, elements, held)
+            sizes = self._sizes(self.stages[stage], tp)
+            made = _joined("dp", "backward", sizes) if self.mesh.pp > 1 else _buckets(sizes)
+            yield from (replace(sent, stage=stage) for sent in made)
 
-    def _loss(self, stage: int) -> Iterator[Sent]:
-        """The loss, in float64: over replicas on the last stage, then from there to all."""
-        last = len(self.stages) - 1
-        if self.mesh.dp > 1 and stage == last:
+    def _summed(self, place: int, tp: int) -> Iterator[Sent]:
+        """The gradients of whole parameters that tensor ranks have parts of."""
+        sizes = {name: size for stage in self.stages_at(place) for name, size in self._sizes(stage, tp).items()}
+        names = dict.fromkeys(name for stage in self.stages_at(place) for name in summed_later(stage))
+        yield from _joined("tp", "step", {name: sizes[name] for name in names if name in sizes})
+
+    def _shared(self, place: int, tp: int) -> Iterator[Sent]:
+        """The gradients of weights that stages on several ranks hold, over these."""
+        sizes = {name: size for stage in self.stages_at(place) for name, size in self._sizes(stage, tp).items()}
+        for name, held in shared_weights(self.stages).items():
+            places = tuple(sorted({self.place_of(stage) for stage in held}))
+            if len(places) > 1 and place in places and name in sizes:
+                dtype, elements = sizes[name]
+                yield Sent("pp", "backward", "all_reduce", name, dtype, elements, places)
+
+    def _sizes(self, stage: Stage, tp: int) -> dict[str, tuple[torch.dtype, Size]]:
+        """The type and the size of every gradient of a stage."""
+        program, layouts = self.local.program, self.local.layouts
+        return {name: _elements(program, layouts.get(place), place, tp) for place, name in reduced(program, stage).items()}
+
+    def _loss(self, place: int) -> Iterator[Sent]:
+        """The loss, in float64: over replicas where the last stage is, then from there to all."""
+        if self.mesh.dp > 1 and place == self.place_of(len(self.stages) - 1):
             yield Sent("dp", "step", "all_reduce", "loss", torch.float64, 1)
         if self.mesh.pp > 1:
-            yield Sent("pp", "step", "broadcast", "loss", torch.float64, 1, tuple(range(len(self.stages))))
+            yield Sent("pp", "step", "broadcast", "loss", torch.float64, 1, tuple(range(self.mesh.pp)))
 
 
 def _transferred(stage: Stage, transfer: Transfer, tp: int) -> Iterator[Sent]:
@@ -115,7 +149,7 @@ def _transferred(stage: Stage, transfer: Transfer, tp: int) -> Iterator[Sent]:
         if transfer.direction == "forward" or boundary.requires_grad:
             kind = boundary.type
             elements, ends = product(boundary.shape(tp)), (transfer.peer,)
-            yield Sent("pp", transfer.direction, transfer.call, boundary.name, kind.dtype, elements, ends, transfer.microbatch)
+            yield Sent("pp", transfer.direction, transfer.call, boundary.name, kind.dtype, elements, ends, transfer.microbatch, stage.index)
 
 
 def reduced(program: Program, stage: Stage) -> dict[str, str]:

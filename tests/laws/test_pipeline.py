@@ -40,7 +40,7 @@ def test_the_schedules_go_through(schedule: str, stages: int, microbatches: int)
     events = timelines(given)
     check_timelines(given, events)
     sends = [sent for own in events for event in own if isinstance(event, Posted) for sent in event.transfers if sent.call == "send"]
-    assert len(sends) == 2 * microbatches * (stages - 1) == len({(sent.stages, sent.direction, sent.microbatch) for sent in sends})
+    assert len(sends) == 2 * microbatches * (stages - 1) == len({(sent.places, sent.direction, sent.microbatch) for sent in sends})
 
 
 def test_fewer_micro_batches_than_stages() -> None:
@@ -98,7 +98,7 @@ def test_a_stage_that_waits_before_it_receives() -> None:
     event = first[ours]
     assert isinstance(event, Posted)
     late = posted(second)[0]
-    second[late : late + 1] = [Posted((replace(event.transfers[0], stages=(0,), direction="backward"),), wait=True), second[late]]
+    second[late : late + 1] = [Posted((replace(event.transfers[0], places=(0,), direction="backward"),), wait=True), second[late]]
     refused(given, [first, second], "no stage can go on: stage 0 waits in send add_1 of micro-batch 0, forward")
 
 

@@ -51,12 +51,12 @@ class _Kind:
 
 
 def calls(compilation: Compilation, stage: Stage) -> tuple[Calls, ...]:
-    """The calls of a stage's ranks."""
+    """The calls that a stage's ranks make for it; those for all of their stages count for the first of these."""
     step, layers = compilation.step, layers_of(compilation.local, stage)
     none: dict[str, Size] = dict.fromkeys(["", *held(compilation.local, stage)], 0)
     counts = defaultdict[_Kind, dict[str, Size]](none.copy)
     totals = defaultdict[_Kind, dict[str, Size]](none.copy)
-    for sent in _all(step, stage.index):
+    for sent in _all(step, stage):
         kind = _Kind(sent.axis, sent.direction, sent.call, _ranks(sent), sent.microbatch is not None)
         layer = layer if sent.axis == "tp" and (layer := layers.get(sent.value, "")) in none else ""
         counts[kind][layer] += 1
@@ -72,13 +72,13 @@ def calls(compilation: Compilation, stage: Stage) -> tuple[Calls, ...]:
     return tuple(sorted(rows.values(), key=lambda row: (AXES.index(row.axis), DIRECTIONS.index(row.direction), row.call)))
 
 
-def _all(step: Step, stage: int) -> Iterator[Sent]:
-    for event in step.timeline(stage):
-        match event:
-            case Sent():
-                yield event
-            case Posted(transfers):
-                yield from (sent for sent in transfers if sent.call == "send")
+def _all(step: Step, stage: Stage) -> Iterator[Sent]:
+    place = step.place_of(stage.index)
+    first = step.stages_at(place)[0].index == stage.index
+    for event in step.timeline(place):
+        for sent in event.transfers if isinstance(event, Posted) else (event,) if isinstance(event, Sent) else ():
+            if sent.call != "recv" and (sent.stage == stage.index or (sent.stage is None and first)):
+                yield sent
 
 
 def _ranks(sent: Sent) -> Size:
@@ -86,7 +86,7 @@ def _ranks(sent: Sent) -> Size:
     if sent.axis == "all":
         everyone: Size = symbol("dp") * symbol("pp") * symbol("tp")
         return everyone
-    return len(sent.stages) if sent.call == "all_reduce" and sent.axis == "pp" else symbol(sent.axis)
+    return len(sent.places) if sent.call == "all_reduce" and sent.axis == "pp" else symbol(sent.axis)
 
 
 def _sum(parts: Mapping[str, Size]) -> Size:

@@ -22,7 +22,7 @@ from tpcompile.runtime.agree import agree
 from tpcompile.runtime.batch import Batch, Division
 from tpcompile.runtime.engine import Capture, Engine, check_values
 from tpcompile.runtime.groups import connect
-from tpcompile.runtime.schedule import check_schedule
+from tpcompile.schedules import check_schedule
 
 
 def compile(
@@ -34,6 +34,7 @@ def compile(
     microbatches: int | None = None,
     split_batches: bool = True,
     schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
     data_parallel: str = "ddp",
     sequence_parallel: bool | Literal["regather"] = True,
     overrides: Mapping[str, str] | None = None,
@@ -54,6 +55,10 @@ def compile(
     A batch is divided into `microbatches` per replica: 1 without a pipeline, else as many as stages. With `split_batches` every rank
     passes the same whole batch and takes its replica's rows, otherwise every rank passes its replica's own rows.
 
+    `schedule` says in which order a pipeline works: "gpipe" and "1f1b" with one stage on each rank; "interleaved_1f1b", "looped_bfs" and
+    "interleaved_zero_bubble" with `stages_per_rank`, by default 2, stage i being on rank i modulo pp; "zbv" and "dualpipev" with two in a
+    V, stages i and 2·pp - 1 - i on one rank. The last three run backward in halves. All give the same numbers.
+
     `dropout` says how masks are drawn. "local": each rank draws those of its own pieces, keyed by the seed of `torch.manual_seed`, the
     step, the place in the model and the part of the batch; values that are whole on all tensor ranks have one mask there. "exact": a mask
     depends on the seed, the step, the place in the model and the element's index in the value of the whole batch, so that every mesh
@@ -72,8 +77,7 @@ def compile(
     """
     placed = Mesh.of(mesh)
     check_outputs(outputs)
-    count = (placed.pp if placed.pp > 1 else 1) if microbatches is None else microbatches
-    check_schedule(schedule, count, placed.pp)
+    own, count = check_schedule(schedule, placed.pp, stages_per_rank, microbatches)
     if data_parallel != "ddp":
         at = f"compile(data_parallel={data_parallel!r})"
         raise Refused(f"data_parallel={data_parallel!r} is not there yet", at=at, source=caller(), fix='use data_parallel="ddp"')
@@ -82,6 +86,7 @@ def compile(
         microbatches=count,
         split_batches=split_batches,
         schedule=schedule,
+        stages_per_rank=own,
         data_parallel=data_parallel,
         sequence_parallel=sequence_parallel,
         overrides=dict(overrides or {}),
@@ -163,8 +168,15 @@ class Compiled:
 
     @property
     def module(self) -> nn.Module:
-        """This rank's module, with the parameter names of the user's model."""
-        return self._running("compiled.module").root.program
+        """This rank's module, with the parameter names of the user's model. A rank that holds several stages has `modules`."""
+        if len(modules := self.modules) > 1:
+            raise TpcompileError(f"this rank holds {len(modules)} stages", at="compiled.module", fix="use compiled.modules")
+        return modules[0]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """This rank's modules, one for each stage that it holds."""
+        return tuple(root.program for root in self._running("compiled.module").root.stages)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, cut as the plan says."""
@@ -228,16 +240,16 @@ class Compiled:
         if groups.devices is not None:
             dist.broadcast_object_list(seed, src=0)
         first, program = self.compilation, self._own_program(groups.rank)
-        if len(program.modules) != 1:
-            raise TpcompileError(f"rank {groups.rank} holds {len(program.modules)} stages", at=call)
-        check_values(program.module, call)
-        module = program.module.to(groups.device)
-        self._engine = Engine(self.model, module, first.program, first.stages, groups, self.options.schedule, seed[0])
-        self._captures = [self._own(0, first, program)]
+        for module in program.modules:
+            check_values(module, call)
+        modules = [module.to(groups.device) for module in program.modules]
+        capture = self._own(0, first, program)
+        self._engine = Engine(self.model, modules, capture, groups, self.options.schedule, seed[0])
+        self._captures = [capture]
 
     @staticmethod
     def _own(number: int, compilation: Compilation, program: RankProgram) -> Capture:
-        return Capture.of(number, compilation.program, compilation.stages, program.stages[0])
+        return Capture.of(number, compilation.program, compilation.stages, program.stages)
 
     # --------------------------------------------------------------------------------------- captures
 
@@ -284,7 +296,7 @@ class Compiled:
                     f"parameter {name} is cut differently than in the first capture of the model",
                     fix="compile a second object for these inputs",
                 )
-        return self._own(engine.adopt(program.module), compilation, program)
+        return self._own(engine.adopt(program.modules), compilation, program)
 
     def _fits(self, compilation: Compilation, batch: Batch, division: Division) -> bool:
         """Whether a capture serves a batch, which it sees in the shape of one micro-batch."""

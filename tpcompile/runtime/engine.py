@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,54 +19,64 @@ from tpcompile.runtime.data_parallel import Engine as DataParallel
 from tpcompile.runtime.data_parallel import check_gradients, distribute, gradients_aside, reached, replicate_stage, settle
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
-from tpcompile.runtime.shared import SharedWeights
-from tpcompile.runtime.stage import StageRoot
+from tpcompile.runtime.shared import SharedWeights, follow, join
+from tpcompile.runtime.stage import RankRoot, Root, root_of
 from tpcompile.runtime.summed import summed_once
+from tpcompile.schedules import place_of
 from tpcompile.timeline import shared_weights
 
 
 @dataclass(frozen=True)
 class Capture:
-    """One capture of the model on this rank. `number` says which of the root's modules runs it."""
+    """One capture of the model on this rank, which holds some of its stages. `number` says which of the roots' modules runs it."""
 
     number: int
     program: Program
     stages: tuple[Stage, ...]
-    stage: Stage
+    held: tuple[Stage, ...]
     trained: frozenset[str]
 
     @classmethod
-    def of(cls, number: int, program: Program, stages: Sequence[Stage], stage: Stage) -> Capture:
-        return cls(number, program, tuple(stages), stage, reached(program))
+    def of(cls, number: int, program: Program, stages: Sequence[Stage], held: Sequence[Stage]) -> Capture:
+        return cls(number, program, tuple(stages), tuple(held), reached(program))
 
 
 class Engine:
     """One rank at work. Making one is collective, and so is every call."""
 
     def __init__(
-        self, model: nn.Module, module: nn.Module, program: Program, stages: Sequence[Stage], groups: Groups, schedule: str, seed: int
+        self, model: nn.Module, modules: Sequence[nn.Module], first: Capture, groups: Groups, schedule: str, seed: int
     ) -> None:
         self._model, self.groups = model, groups
-        collectives.bind(module, groups.names)
-        self.root = StageRoot(module, program.aliases)
-        self.root.sends = groups.coordinates["pp"] < groups.mesh.pp - 1
-        replicate_stage(self.root, groups)
+        self.root = root_of([self._bound(module) for module in modules], first.program.aliases)
+        for stage, root in zip(first.held, self.root.stages, strict=True):
+            root.sends = bool(stage.sends)
+        if isinstance(self.root, RankRoot) and groups.mesh.dp == 1:
+            self.root.tie()
+        for root in self.root.stages:
+            replicate_stage(root, groups)
         self._schedules = Schedules(self.root, groups, schedule)
         self._seed, self._steps = seed, 0
         self._engine: DataParallel | None = None
         self._trained: frozenset[str] = frozenset()
-        self._held = shared_weights(stages)
-        self._shared = SharedWeights(self._held, groups)
+        self._held = shared_weights(first.stages)
+        self._shared = SharedWeights(self._held, groups, partial(place_of, schedule, pp=groups.mesh.pp))
 
-    def adopt(self, module: nn.Module) -> int:
-        """Another capture's module; returns its number."""
+    def adopt(self, modules: Sequence[nn.Module]) -> int:
+        """Another capture's modules; returns its number."""
+        numbers = [root.adopt(self._bound(module)) for root, module in zip(self.root.stages, modules, strict=True)]
+        return numbers[0]
+
+    def _bound(self, module: nn.Module) -> nn.Module:
         collectives.bind(module, self.groups.names)
-        return self.root.adopt(module)
+        return module
 
-    def _prepare(self, capture: Capture, *, gradients: bool) -> DataParallel:
+    def _prepare(self, capture: Capture, *, gradients: bool) -> DataParallel | Root:
         """The module to call. With gradients, it averages them over dp; that is set up once, for the parameters trained then."""
-        self.root.capture = capture.number
-        self.root.begin(capture.stage.updates)
+        for stage, root in zip(capture.held, self.root.stages, strict=True):
+            root.capture = capture.number
+            root.begin(stage.updates, stage.inputs)
+        follow(self.root)
         if shared_weights(capture.stages) != self._held:
             what = "other weights are shared by several stages than in the first capture of the model"
             raise Refused(what, fix="compile a second object for these inputs")
@@ -85,15 +96,16 @@ class Engine:
         with torch.enable_grad():
             if self.groups.mesh.pp > 1:
                 with gradients_aside(self.root):
-                    with summed_once(self.root, capture.stage, self.groups):
+                    with summed_once(self.root, capture.held, self.groups):
                         losses = self._schedules.train(work)
+                        join(self.root)
                     self._shared.sum_gradients(self.root)
                     check_gradients(self.root, capture.trained)
             else:
-                with summed_once(self.root, capture.stage, self.groups):
+                with summed_once(self.root, capture.held, self.groups):
                     losses = step.accumulate(engine, work)
                 check_gradients(self.root, capture.trained)
-        return step.report(losses, _loss_type(capture.program), self.groups)
+        return step.report(losses, _loss_type(capture.program), self.groups, self._schedules.last)
 
     def forward(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Any:
         """The output for the replica's rows, in the model's own type; without a pipeline it can be differentiated."""
@@ -102,14 +114,14 @@ class Engine:
             with gradients_aside(self.root):
                 chunks = self._schedules.evaluate(self._work(capture, tensors, microbatches))
                 settle(self.root)
-            values = outputs.to_every_stage(outputs.merge(capture.program, chunks) if chunks else (), self.groups)
+            values = outputs.to_every_rank(outputs.merge(capture.program, chunks) if chunks else (), self.groups, self._schedules.last)
         else:
             engine = self._prepare(capture, gradients=torch.is_grad_enabled())
             values = engine(**self._work(capture, tensors, 1).inputs)
         return outputs.rebuild(capture.program, outputs.whole_loss(capture.program, values, self.groups))
 
     def _work(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Work:
-        """What the stage takes for all micro-batches. Every call is a step for the masks of dropout."""
+        """What the rank's stages take for all micro-batches. Every call is a step for the masks of dropout."""
         program = capture.program
         given: dict[str, Tensor] = dict(tensors)
         dims: dict[str, int | None] = {name: i.batch_dim for name, i in program.inputs.items()}
@@ -118,10 +130,10 @@ class Engine:
         if program.random:
             given[step.RNG_KEY], dims[step.RNG_KEY] = step.rng_keys(self._seed, self._steps, microbatches, self.groups), 0
         self._steps += 1
-        wanted = capture.stage.inputs
+        wanted = dict.fromkeys(name for stage in capture.held for name in stage.inputs)
         return Work(
             capture.number,
-            capture.stage,
+            capture.held,
             microbatches,
             {name: given[name] for name in wanted},
             {name: dims[name] for name in wanted},

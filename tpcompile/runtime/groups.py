@@ -44,20 +44,20 @@ class Groups:
         found = {axis: self.group(axis) for axis in ("dp", "pp", "tp")}
         return {axis: group.group_name for axis, group in found.items() if group is not None}
 
-    def at_stage(self, stage: int) -> int:
-        """The rank that holds a pipeline stage at this rank's other coordinates."""
-        return self.mesh.rank({**self.coordinates, "pp": stage})
+    def at_place(self, place: int) -> int:
+        """The rank at a place along the pipeline and this rank's other coordinates."""
+        return self.mesh.rank({**self.coordinates, "pp": place})
 
-    def holders(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks that hold these stages at this rank's other coordinates; None if this rank holds none of them.
+    def holders(self, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of the ranks at these places along the pipeline and this rank's other coordinates; None if it is none of them.
 
-        Collective: every rank calls it with the same stages.
+        Collective: every rank calls it with the same places.
         """
-        if len(stages) == self.mesh.pp:
+        if len(places) == self.mesh.pp:
             return self.group("pp")
         mine = None
         for ranks in self.mesh.groups("pp"):
-            held = [ranks[stage] for stage in stages]
+            held = [ranks[place] for place in places]
             group = dist.new_group(held)
             if self.rank in held:
                 mine = group

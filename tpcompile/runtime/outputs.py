@@ -73,12 +73,12 @@ def _size(program: Program, placeholder: str, dim: int) -> Size:
     return kind.shape[dim]
 
 
-def to_every_stage(values: tuple[Tensor, ...], groups: Groups) -> tuple[Tensor, ...]:
-    """The last stage's outputs on every stage. Collective over pp."""
+def to_every_rank(values: tuple[Tensor, ...], groups: Groups, last: int) -> tuple[Tensor, ...]:
+    """The last stage's outputs, from its place along the pipeline, on every rank. Collective over pp."""
     pipeline = groups.group("pp")
     if pipeline is None:
         return values
-    source = groups.at_stage(groups.mesh.pp - 1)
+    source = groups.at_place(last)
     kinds: list[Any] = [[(tuple(value.shape), value.dtype) for value in values]]
     dist.broadcast_object_list(kinds, src=source, group=pipeline)
     here = groups.rank == source

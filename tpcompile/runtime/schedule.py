@@ -5,40 +5,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from tpcompile.errors import InputError, caller
 from tpcompile.ir import Boundary, Program, Stage
 from tpcompile.layout import Size
 from tpcompile.runtime.groups import Groups
-from tpcompile.runtime.stage import INPUT, StageRoot
-
-SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+from tpcompile.runtime.piece import Piece
+from tpcompile.runtime.stage import INPUT, Root, StageRoot
+from tpcompile.schedules import SCHEDULES, place_of
 
 _KEPT = 8  # shapes whose schedules, with their receive buffers, are kept
 
-
-def check_schedule(name: str, microbatches: int, pp: int) -> None:
-    """Raise InputError for an unknown schedule, or one that these numbers do not allow."""
-    if name not in SCHEDULES:
-        at, fix = f"compile(schedule={name!r})", f"use {' or '.join(SCHEDULES)}"
-        raise InputError(f"unknown schedule {name!r}", at=at, source=caller(), fix=fix)
-    if microbatches < 1 or (pp > 1 and name == "1f1b" and microbatches < pp):
-        raise InputError(
-            f"schedule 1f1b over {pp} stages needs {pp} micro-batches or more" if pp > 1 else "a batch has at least one micro-batch",
-            at=f"compile(microbatches={microbatches})",
-            source=caller(),
-            fix=f"use microbatches={pp} or more" + (', or schedule="gpipe"' if microbatches > 0 else ""),
-        )
+Made = torchs.PipelineScheduleSingle | torchs.PipelineScheduleMulti
 
 
 def sizes_of(program: Program, tensors: Mapping[str, Tensor], microbatches: int) -> dict[sympy.Symbol, int]:
@@ -52,10 +39,10 @@ def sizes_of(program: Program, tensors: Mapping[str, Tensor], microbatches: int)
 
 @dataclass(frozen=True)
 class Work:
-    """One stage's part of a batch: its inputs for all micro-batches, and how they are divided."""
+    """One rank's part of a batch: the inputs of its stages for all micro-batches, and how they are divided."""
 
     capture: int
-    stage: Stage
+    stages: tuple[Stage, ...]
     microbatches: int
     inputs: Mapping[str, Tensor]
     dims: Mapping[str, int | None]  # the dimension along which an input is divided; None: every micro-batch takes it whole
@@ -68,44 +55,52 @@ class Work:
 
 
 class Schedules:
-    """The schedules of this rank's stage, made when a shape first appears. All ranks of a pipeline make them in the same order."""
+    """The schedules of this rank's stages, made when a shape first appears. All ranks of a pipeline make them in the same order."""
 
-    def __init__(self, root: StageRoot, groups: Groups, name: str) -> None:
-        self._root, self._groups, self._kind = root, groups, SCHEDULES[name]
-        self._is_last = groups.coordinates["pp"] == groups.mesh.pp - 1
-        self._made: dict[tuple[object, ...], PipelineScheduleSingle] = {}
+    def __init__(self, root: Root, groups: Groups, name: str) -> None:
+        self._root, self._groups, self._schedule = root, groups, SCHEDULES[name]
+        self._stages = groups.mesh.pp * len(root.stages)
+        self.last = place_of(name, self._stages - 1, groups.mesh.pp)
+        here = groups.coordinates["pp"] == self.last and groups.mesh.pp > 1
+        self._end: StageRoot | None = root.stages[-1] if here else None  # the last stage, where it is this rank's
+        self._made: dict[tuple[object, ...], Made] = {}
 
     def train(self, work: Work) -> list[Tensor]:
-        """Forward and backward of all micro-batches; the losses of each on the last stage, nothing elsewhere."""
-        schedule, inputs = self._schedule(work, train=True), self._keywords(work.inputs)
+        """Forward and backward of all micro-batches; the losses of each where the last stage is, nothing elsewhere."""
+        schedule, inputs = self._kept(work, train=True), self._keywords(work.inputs)
         losses: list[Tensor] = []
         # torch wants a target for every micro-batch, though the loss function does not look at it
-        target = torch.zeros(work.microbatches, device=self._groups.device) if self._is_last else None
-        self._root.loss_only = self._is_last
-        try:
-            schedule.step(target=target, losses=losses if self._is_last else None, return_outputs=False, **inputs)
-        finally:
-            self._root.loss_only = False
+        target = torch.zeros(work.microbatches, device=self._groups.device) if self._end else None
+        with self._loss_alone():
+            schedule.step(target=target, losses=losses if self._end else None, return_outputs=False, **inputs)
         return [loss.detach() for loss in losses]
 
     def evaluate(self, work: Work) -> list[tuple[Tensor, ...]]:
-        """Forward of all micro-batches; the outputs of each on the last stage, nothing elsewhere."""
-        schedule, inputs = self._schedule(work, train=False), self._keywords(work.inputs)
-        self._root.loss_only = self._is_last
-        self._root.collected = [] if self._is_last else None
+        """Forward of all micro-batches; the outputs of each where the last stage is, nothing elsewhere."""
+        schedule, inputs = self._kept(work, train=False), self._keywords(work.inputs)
+        with self._loss_alone(), torch.no_grad():
+            if self._end:
+                self._end.collected = []
+            schedule.eval(return_outputs=False, **inputs)
+            return (self._end.collected if self._end else None) or []
+
+    @contextmanager
+    def _loss_alone(self) -> Iterator[None]:
+        """The last stage gives nothing but its loss to the schedule."""
         try:
-            with torch.no_grad():
-                schedule.eval(return_outputs=False, **inputs)
-            return self._root.collected or []
+            if self._end:
+                self._end.loss_only = True
+            yield
         finally:
-            self._root.loss_only, self._root.collected = False, None
+            if self._end:
+                self._end.loss_only, self._end.collected = False, None
 
     @staticmethod
     def _keywords(inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs under names that the schedule's own keywords (target, losses) cannot have."""
         return {INPUT + name: value for name, value in inputs.items()}
 
-    def _schedule(self, work: Work, *, train: bool) -> PipelineScheduleSingle:
+    def _kept(self, work: Work, *, train: bool) -> Made:
         key = (*work.key, train)
         if key not in self._made:
             while len(self._made) >= _KEPT:
@@ -113,20 +108,38 @@ class Schedules:
             self._made[key] = self._make(work, train)
         return self._made[key]
 
-    def _make(self, work: Work, train: bool) -> PipelineScheduleSingle:
-        loss = (torch.empty((), device="meta"),)
-        piped = PipelineStage(
-            self._root,
-            work.stage.index,
-            self._groups.mesh.pp,
-            self._groups.device,
-            input_args=_examples(work.stage.receives, work.sizes, self._groups.coordinates["tp"]),
-            output_args=loss if self._is_last else _examples(work.stage.sends, work.sizes, self._groups.coordinates["tp"]),
-            group=self._groups.group("pp"),
-        )
+    def _make(self, work: Work, train: bool) -> Made:
+        pieces = [self._piece(work, stage, root) for stage, root in zip(work.stages, self._root.stages, strict=True)]
         chunks = self._keywords({name: _Replicate() if dim is None else TensorChunkSpec(dim) for name, dim in work.dims.items()})  # type: ignore[no-untyped-call]
-        loss_fn = _first if train else None
-        return self._kind(piped, work.microbatches, loss_fn=loss_fn, kwargs_chunk_spec=chunks, scale_grads=False)
+        kind: Any = getattr(torchs, self._schedule.kind)
+        several = issubclass(kind, torchs.PipelineScheduleMulti)
+        made: Made = kind(pieces if several else pieces[0], work.microbatches, loss_fn=_first if train else None, scale_grads=False)
+        made._kwargs_chunk_spec = chunks  # not every class has the argument
+        if isinstance(made, torchs._PipelineScheduleRuntime) and not train:
+            orders = made.pipeline_order_with_comms
+            made.pipeline_order_with_comms = {place: list(_forward_only(order)) for place, order in orders.items()}
+        return made
+
+    def _piece(self, work: Work, stage: Stage, root: StageRoot) -> Piece:
+        loss, tp = (torch.empty((), device="meta"),), self._groups.coordinates["tp"]
+        last = stage.index == self._stages - 1
+        return Piece(
+            root,
+            stage.index,
+            self._stages,
+            self._groups.device,
+            input_args=_examples(stage.receives, work.sizes, tp),
+            output_args=loss if last else _examples(stage.sends, work.sizes, tp),
+            group=self._groups.group("pp"),
+            whole=bool(stage.unhalved),
+        )
+
+
+def _forward_only(order: Sequence[torchs._Action]) -> Iterator[torchs._Action]:
+    """What is left of a rank's table when there is no backward: torch's own `eval` would wait for gradients."""
+    kept = (torchs.FORWARD, torchs.SEND_F, torchs.RECV_F, torchs.UNSHARD, torchs.RESHARD)
+    for action in order:
+        yield from (part for part in action.sub_actions or (action,) if part.computation_type in kept)
 
 
 def _first(outputs: Any, target: Tensor) -> Tensor:

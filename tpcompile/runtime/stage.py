@@ -31,18 +31,24 @@ class StageRoot(nn.Module):
         self._begun: dict[str, Tensor] = {}  # the buffers that this step's forward updates, as they were before
         self._updated: dict[str, Tensor] = {}  # those that any step has updated, as they are now
         self.capture = 0
+        self.inputs: frozenset[str] | None = None  # those of the rank's inputs that this stage takes; None: all
         self.sends = False  # whether the outputs cross to another stage, which takes them from contiguous memory
         self.loss_only = False  # while a schedule runs: it handles nothing else of the last stage
         self.collected: list[tuple[Tensor, ...]] | None = None  # the last stage's outputs, while somebody wants them
         self._aliases = dict(aliases)
         self._others: list[tuple[nn.Module]] = []  # in tuples, lest they count as submodules
 
+    @property
+    def stages(self) -> tuple[StageRoot, ...]:
+        return (self,)
+
     def named_own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the user's model."""
         return ((self._aliases.get(name, name), p) for name, p in self.program.named_parameters())
 
-    def begin(self, updates: Sequence[str]) -> None:
-        """A step of a capture begins, whose forward gives these buffers new values."""
+    def begin(self, updates: Sequence[str], inputs: Sequence[str] | None = None) -> None:
+        """A step of a capture begins, whose forward takes these inputs, of those that it is given, and gives these buffers new values."""
+        self.inputs = None if inputs is None else frozenset(inputs)
         self._begun = {name: self.running.get_buffer(name) for name in updates}
 
     @property
@@ -71,12 +77,13 @@ class StageRoot(nn.Module):
         return len(self._others)
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self._run(*received, **{name.removeprefix(INPUT): value for name, value in inputs.items()})
+        named = {name.removeprefix(INPUT): value for name, value in inputs.items()}
+        outputs: tuple[Tensor, ...] = self._run(*received, **{n: v for n, v in named.items() if self.inputs is None or n in self.inputs})
         if self.collected is not None:
             self.collected.append(tuple(output.detach() for output in outputs))
         if self.loss_only:
-            return outputs[:1]
-        return tuple(output.contiguous() for output in outputs) if self.sends else outputs
+            return tuple(map(_own, outputs[:1]))
+        return tuple(_own(output.contiguous()) for output in outputs) if self.sends else outputs
 
     def _run(self, *received: Tensor, **inputs: Tensor) -> Any:
         module = self.running
@@ -105,6 +112,63 @@ class StageRoot(nn.Module):
             place = dict(module.named_modules()).get(owner)
             if place is not None and own in place._buffers:
                 place._buffers[own] = value
+
+
+class RankRoot(nn.Module):
+    """All stages of a rank that holds several, in order. It is never called: a schedule calls the stages.
+
+    A weight that several of them hold counts once, as the first one's.
+    """
+
+    def __init__(self, stages: Sequence[StageRoot]) -> None:
+        super().__init__()
+        self._stages = nn.ModuleList(stages)
+
+    @property
+    def stages(self) -> tuple[StageRoot, ...]:
+        return tuple(stage for stage in self._stages if isinstance(stage, StageRoot))
+
+    def named_own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by their names in the user's model, each name once."""
+        seen = set[str]()
+        for stage in self.stages:
+            for name, p in stage.named_own_parameters():
+                if name not in seen:
+                    seen.add(name)
+                    yield name, p
+
+    def tie(self) -> None:
+        """Let all stages of this rank hold the same tensor for what several of them use."""
+        first = dict(self.named_own_parameters())
+        for stage in self.stages:
+            others = {p: first[name] for name, p in stage.named_own_parameters() if first[name] is not p}
+            for part in stage.program.modules():
+                for name, p in part.named_parameters(recurse=False, remove_duplicate=False):
+                    if p in others:
+                        part.register_parameter(name, others[p])
+
+    def twins(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """The tensors that later stages hold for what is an earlier one's: (its own, theirs). None once they are tied."""
+        first = dict(self.named_own_parameters())
+        for stage in self.stages:
+            for name, p in stage.named_own_parameters():
+                if p is not first[name]:
+                    yield first[name], p
+
+
+Root = StageRoot | RankRoot
+"""What a rank holds."""
+
+
+def root_of(modules: Sequence[nn.Module], aliases: Mapping[str, str]) -> Root:
+    """The root of a rank with these stages."""
+    made = [StageRoot(module, aliases) for module in modules]
+    return made[0] if len(made) == 1 else RankRoot(made)
+
+
+def _own(value: Tensor) -> Tensor:
+    """A tensor that a schedule may detach where it is, which a view of another is not."""
+    return value.clone() if value._is_view() else value
 
 
 def _drop_values(module: nn.Module) -> None:

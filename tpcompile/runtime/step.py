@@ -96,14 +96,16 @@ def accumulate(engine: Engine, work: Work) -> list[Tensor]:
     return losses
 
 
-def report(losses: list[Tensor], dtype: torch.dtype, groups: Groups) -> Tensor:
-    """The loss of the whole batch, on every rank, rounded once: parts are added up in float64. Collective over dp and pp."""
+def report(losses: list[Tensor], dtype: torch.dtype, groups: Groups, last: int) -> Tensor:
+    """The loss of the whole batch, on every rank, rounded once: parts are added up in float64. Collective over dp and pp.
+
+    `last` is the place along the pipeline of the last stage's rank.
+    """
     total = torch.stack(losses).double().sum(0) if losses else torch.zeros((), dtype=torch.float64, device=groups.device)
-    last = groups.mesh.pp - 1
     if groups.coordinates["pp"] == last:
         total = mean_over_replicas(total, groups)
     if (pipeline := groups.group("pp")) is not None:
-        dist.broadcast(total, src=groups.at_stage(last), group=pipeline)
+        dist.broadcast(total, src=groups.at_place(last), group=pipeline)
     return total.to(dtype)
 
 

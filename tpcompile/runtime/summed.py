@@ -6,8 +6,8 @@ sums each where it is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,18 @@ from tpcompile.collectives import postponed
 from tpcompile.ir import Stage
 from tpcompile.runtime.data_parallel import local
 from tpcompile.runtime.groups import Groups
-from tpcompile.runtime.stage import StageRoot
+from tpcompile.runtime.stage import Root
 from tpcompile.timeline import summed_later
 
 
 @contextmanager
-def summed_once(root: StageRoot, stage: Stage, groups: Groups) -> Iterator[None]:
-    """Within, micro-batches run forward and backward; at the end, this step's gradients are summed over tp. Collective over tp.
+def summed_once(root: Root, stages: Sequence[Stage], groups: Groups) -> Iterator[None]:
+    """Within, micro-batches run forward and backward through the rank's stages; at the end, this step's gradients
+    are summed over tp. Collective over tp.
 
     What earlier steps left in `.grad` is summed already: it is set aside, and added back after.
     """
-    group, names = groups.group("tp"), summed_later(stage)
+    group, names = groups.group("tp"), tuple(dict.fromkeys(name for stage in stages for name in summed_later(stage)))
     if group is None or not names:
         yield
         return
@@ -36,7 +37,9 @@ def summed_once(root: StageRoot, stage: Stage, groups: Groups) -> Iterator[None]
         if name in before:
             parameter.grad = None
     try:
-        with postponed(root.running, "tp"):
+        with ExitStack() as running:
+            for stage in root.stages:
+                running.enter_context(postponed(stage.running, "tp"))
             yield
         _sum([local(grad) for grad in _gradients(root, names).values()], group)
     finally:
@@ -46,7 +49,7 @@ def summed_once(root: StageRoot, stage: Stage, groups: Groups) -> Iterator[None]
                     parameter.grad = before[name] if parameter.grad is None else before[name] + parameter.grad
 
 
-def _gradients(root: StageRoot, names: tuple[str, ...]) -> dict[str, Tensor]:
+def _gradients(root: Root, names: tuple[str, ...]) -> dict[str, Tensor]:
     """The gradients of some parameters, in the order of their names."""
     held = dict(root.named_own_parameters())
     return {name: grad for name in names if (grad := held[name].grad) is not None}

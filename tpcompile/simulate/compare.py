@@ -20,6 +20,7 @@ from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import bind_example, capture, matches
 from tpcompile.passes.normalize import normalize
 from tpcompile.runtime import batch as batches
+from tpcompile.schedules import check_schedule
 from tpcompile.simulate.buffers import buffer_errors
 from tpcompile.simulate.distance import distance
 from tpcompile.simulate.diverge import first_divergence
@@ -46,6 +47,8 @@ def check(
     *,
     loss: Callable[..., Tensor] | None = None,
     microbatches: int | None = None,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
     sequence_parallel: bool | Literal["regather"] = True,
     overrides: Mapping[str, str] | None = None,
     dropout: str = "local",
@@ -68,12 +71,14 @@ def check(
     if inputs is None:
         raise InputError("no example inputs", at="check", source=caller(), fix="pass example_inputs")
     batch = bind_example(model, inputs)
-    count = (placed.pp if placed.pp > 1 else 1) if microbatches is None else microbatches
+    own, count = check_schedule(schedule, placed.pp, stages_per_rank, microbatches, "check")
     settings = dict(optimizer_settings or ({"lr": 1.0} if optimizer is torch.optim.SGD else {}))
     check_outputs(outputs)
     options = Options(
         loss,
         count,
+        schedule=schedule,
+        stages_per_rank=own,
         sequence_parallel=sequence_parallel,
         overrides=dict(overrides or {}),
         dropout=check_dropout(dropout, "check"),

@@ -150,11 +150,11 @@ class Replay:
         made = []
         for number, stage in enumerate(self.compilation.stages):
             feed = self.feed(number, tensors, counts, index) | received
-            values = run(stage.graph, feed, tp, dropout=self.dropout, wire=wire, stage=number)
-            received = {
-                name: send(wire.line(number, name, "pp"), wire.line(number + 1, name, "pp"), values[name])
-                for name in (boundary.name for boundary in stage.sends)
-            }
+            place, peer = (self.compilation.step.place_of(index) for index in (number, number + 1))
+            values = run(stage.graph, feed, tp, dropout=self.dropout, wire=wire, stage=place)
+            names = [boundary.name for boundary in stage.sends]
+            moved = {name: (wire.line(place, name, "pp"), wire.line(peer, name, "pp")) for name in names}
+            received = {name: send(*moved[name], values[name]) if place != peer else values[name] for name in names}
             made.append(values)
         return made
 
@@ -178,8 +178,8 @@ class Replay:
         parts = mesh.dp * self.compilation.options.microbatches
         found = {count.name: counted(count, self.model, program, tensors, parts, mesh.dp) for count in program.counts}
         summed = [found[count.name].double().flatten() for count in program.counts if count.graph is not None]
-        for stage in range(mesh.pp) if mesh.dp > 1 and summed else ():
-            self.wire.note(stage, "dp", "step", "all_reduce", "counts", torch.cat(summed))
+        for place in range(mesh.pp) if mesh.dp > 1 and summed else ():
+            self.wire.note(place, "dp", "step", "all_reduce", "counts", torch.cat(summed))
         return found
 
     def tie(self) -> None:
@@ -193,37 +193,38 @@ class Replay:
                     piece.grad = torch.stack(grads).sum(0)
 
     def sum_later(self) -> None:
-        """Sum the gradients of whole parameters of which every tensor rank has a part, all of a stage's at once."""
-        for number, (stage, held) in enumerate(zip(self.compilation.stages, self.pieces, strict=True)):
-            mine: dict[torch.dtype, list[Tensor]] = {}
+        """Sum the gradients of whole parameters of which every tensor rank has a part, all of a rank's at once."""
+        step, mine = self.compilation.step, dict[tuple[int, torch.dtype], list[Tensor]]()
+        for stage, held in zip(self.compilation.stages, self.pieces, strict=True):
             for name in summed_later(stage):
-                grads = [piece.grad for piece in held[name] if piece.grad is not None]
-                if grads:
-                    mine.setdefault(grads[0].dtype, []).append(grads[self.wire.rank])
+                if grads := [piece.grad for piece in held[name] if piece.grad is not None]:
+                    mine.setdefault((step.place_of(stage.index), grads[0].dtype), []).append(grads[self.wire.rank])
                     total = torch.stack(grads).sum(0)
                     for piece in held[name]:
                         piece.grad = total.clone()
-            for parts in mine.values():
-                self.wire.note(number, "tp", "step", "all_reduce", "gradients", *parts)
+        for (place, _), parts in mine.items():
+            self.wire.note(place, "tp", "step", "all_reduce", "gradients", *parts)
 
     def note_gradients(self) -> None:
         """What replicas give to each other, and stages that hold the same weight."""
-        mesh, holders = self.compilation.mesh, shared_weights(self.compilation.stages)
+        mesh, step, shared = self.compilation.mesh, self.compilation.step, dict[tuple[int, str], Tensor]()
+        holders = {name: {step.place_of(stage) for stage in held} for name, held in shared_weights(self.compilation.stages).items()}
         for stage, held in enumerate(self.pieces):
-            grads = {name: grad for name, pieces in held.items() if (grad := pieces[self.wire.rank].grad) is not None}
+            place = step.place_of(stage)
+            grads = {name: g for name, pieces in held.items() if (g := pieces[self.wire.rank].grad) is not None}
             for dtype in dict.fromkeys(grad.dtype for grad in grads.values()) if mesh.dp > 1 else ():
-                self.wire.note(stage, "dp", "backward", "all_reduce", "gradients", *(g for g in grads.values() if g.dtype == dtype))
-            for name in holders:
-                if name in grads:
-                    self.wire.note(stage, "pp", "backward", "all_reduce", name, grads[name])
+                self.wire.note(place, "dp", "backward", "all_reduce", "gradients", *(g for g in grads.values() if g.dtype == dtype))
+            shared |= {(place, name): grad for name, grad in grads.items() if len(holders.get(name, ())) > 1}
+        for (place, name), grad in shared.items():
+            self.wire.note(place, "pp", "backward", "all_reduce", name, grad)
 
     def note_loss(self, total: Tensor) -> None:
-        """The loss goes from the last stage, summed over replicas, to all."""
+        """The loss goes from where the last stage is, summed over replicas, to all."""
         mesh = self.compilation.mesh
         if mesh.dp > 1:
-            self.wire.note(mesh.pp - 1, "dp", "step", "all_reduce", "loss", total.double())
-        for stage in range(mesh.pp) if mesh.pp > 1 else ():
-            self.wire.note(stage, "pp", "step", "broadcast", "loss", total.double())
+            self.wire.note(self.compilation.step.place_of(len(self.pieces) - 1), "dp", "step", "all_reduce", "loss", total.double())
+        for place in range(mesh.pp) if mesh.pp > 1 else ():
+            self.wire.note(place, "pp", "step", "broadcast", "loss", total.double())
 
     def optimizers(self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
         """One optimizer for every rank of every stage."""

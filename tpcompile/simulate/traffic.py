@@ -18,18 +18,18 @@ Key = tuple[int, str, str, str]
 
 
 def promised(compilation: Compilation, sizes: Mapping[sympy.Symbol, int]) -> tuple[Total, ...]:
-    """The calls of every stage in a step, by the formulas at these sizes; receives are counted where they are sent.
+    """The calls of every place along the pipeline in a step, by the formulas at these sizes; receives are counted where they are sent.
 
     Left out is what no lockstep run does: the agreement of processes before a step.
     """
     counts, totals, open_sizes = Counter[Key](), Counter[Key](), set[Key]()
     known = {**sizes, RANKS: compilation.mesh.tp}
-    for stage in compilation.stages:
-        for event in compilation.step.timeline(stage.index):
+    for place in range(compilation.mesh.pp):
+        for event in compilation.step.timeline(place):
             sent = event.transfers if isinstance(event, Posted) else (event,) if isinstance(event, Sent) else ()
             for call in sent:
                 if call.call != "recv" and call.axis != "all":
-                    key = stage.index, call.axis, call.direction, call.call
+                    key = place, call.axis, call.direction, call.call
                     counts[key] += 1
                     totals[key] += evaluate(call.bytes, known)
                     if not sympy.sympify(call.bytes).free_symbols <= known.keys():

@@ -22,7 +22,7 @@ Work = Callable[..., Sequence[Tensor]]
 class Moved:
     """One call of a process group: what one rank gave to it."""
 
-    stage: int
+    stage: int  # the place along the pipeline of the rank
     axis: str
     direction: str  # "forward" or "backward"; "step" for what is done once for all micro-batches
     call: str
