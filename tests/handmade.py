@@ -155,6 +155,9 @@ class Lowered:
     def held(self) -> dict[str, Any]:
         return {}
 
+    def pieces(self) -> dict[str, Any]:
+        return {}
+
     def rank_program(self, model: Tied, rank: int, device: torch.device) -> RankProgram:
         place = self.mesh.coordinates(rank)["pp"]
         module = Both(model) if self.mesh.pp == 1 else (First, Second)[place](model)

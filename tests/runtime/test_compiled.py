@@ -154,14 +154,54 @@ def test_a_loss_that_is_no_sum_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     compile(handmade.Tied(), "tp=1", handmade.batch())
 
 
-def test_data_parallel_kinds_that_are_not_there() -> None:
-    with pytest.raises(Refused) as error:
-        compile(handmade.Tied(), "dp=2", data_parallel="zero3")
+def test_data_parallel_modes_that_are_unknown() -> None:
+    with pytest.raises(InputError) as error:
+        compile(handmade.Tied(), "dp=2", data_parallel="zero4")
     assert message(error) == [
-        "data_parallel='zero3' is not there yet",
-        "  at   compile(data_parallel='zero3')",
-        '  fix  use data_parallel="ddp"',
+        "there is no data_parallel 'zero4'",
+        "  at   compile(data_parallel='zero4')",
+        "  fix  use ddp, zero1, zero2 or zero3",
     ]
+
+
+def test_a_name_in_place_of_a_model() -> None:
+    with pytest.raises(InputError) as error:
+        compile("gpt2", "dp=2")  # type: ignore[arg-type]
+    assert message(error) == [
+        "'gpt2' is no model",
+        "  at   compile",
+        "  fix  build the model first: torch.nn.Module with weights, or on the meta device",
+    ]
+
+
+@pytest.mark.parametrize("method", ["train_step", "eval_step"])
+def test_a_batch_that_is_not_given_by_keywords(method: str) -> None:
+    compiled = one(handmade.batch())
+    with pytest.raises(InputError) as error:
+        getattr(compiled, method)(handmade.batch())
+    assert message(error) == [
+        "a batch is given by keywords, not as a dict",
+        f"  at   compiled.{method}",
+        f"  fix  write compiled.{method}(**batch)",
+    ]
+    with pytest.raises(InputError) as error:
+        getattr(compiled, method)(*handmade.batch().values())
+    assert message(error) == [
+        "a batch is given by keywords, not as a Tensor, a Tensor",
+        f"  at   compiled.{method}",
+        f"  fix  name every argument: compiled.{method}(input_ids=…, labels=…)",
+    ]
+
+
+def test_an_evaluation_leaves_gradients_and_follows_the_mode() -> None:
+    compiled, model = one(handmade.batch()), handmade.Tied()
+    compiled.train_step(**handmade.batch())
+    before = {name: p.grad.clone() for name, p in compiled.named_parameters() if p.grad is not None}
+    loss, outputs = compiled.eval_step(**handmade.batch(seed=1))
+    expected = model(**handmade.batch(seed=1))
+    assert loss.item() == pytest.approx(expected["loss"].item(), abs=1e-12)
+    assert not loss.requires_grad and not outputs["logits"].requires_grad and torch.equal(outputs["logits"], expected["logits"])
+    assert all(torch.equal(p.grad, before[name]) for name, p in compiled.named_parameters() if p.grad is not None)
 
 
 class WithDummies(handmade.Tied):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import matches
 from tpcompile.passes.emit import RankProgram
 from tpcompile.runtime import batch as batches
-from tpcompile.runtime import fingerprint
+from tpcompile.runtime import clip, fingerprint, zero1
+from tpcompile.runtime import optimizer as optimizers
 from tpcompile.runtime.agree import agree
 from tpcompile.runtime.batch import Batch, Division
+from tpcompile.runtime.data_parallel import check_mode
 from tpcompile.runtime.engine import Capture, Engine, check_values
 from tpcompile.runtime.groups import connect
 from tpcompile.schedules import check_schedule
@@ -75,19 +77,19 @@ def compile(
 
     No process group is needed: only running needs one. Raises InputError, CaptureError or Refused, with what to do about it.
     """
+    if not isinstance(model, nn.Module):
+        fix = "build the model first: torch.nn.Module with weights, or on the meta device"
+        raise InputError(f"{model!r} is no model", at="compile", source=caller(), fix=fix)
     placed = Mesh.of(mesh)
     check_outputs(outputs)
     own, count = check_schedule(schedule, placed.pp, stages_per_rank, microbatches)
-    if data_parallel != "ddp":
-        at = f"compile(data_parallel={data_parallel!r})"
-        raise Refused(f"data_parallel={data_parallel!r} is not there yet", at=at, source=caller(), fix='use data_parallel="ddp"')
     options = Options(
         loss=loss,
         microbatches=count,
         split_batches=split_batches,
         schedule=schedule,
         stages_per_rank=own,
-        data_parallel=data_parallel,
+        data_parallel=check_mode(data_parallel),
         sequence_parallel=sequence_parallel,
         overrides=dict(overrides or {}),
         dropout=check_dropout(dropout, "compile"),
@@ -104,6 +106,13 @@ def compile(
         named = example_inputs if isinstance(example_inputs, Mapping) else {}
         compiled._capture(batches.bind(model.forward, positional, named))
     return compiled
+
+
+class Evaluated(NamedTuple):
+    """What `eval_step` returns."""
+
+    loss: Tensor
+    outputs: Any
 
 
 class Compiled:
@@ -186,18 +195,102 @@ class Compiled:
         """This rank's parameters, by their names in the user's model."""
         return self._running("compiled.named_parameters()").root.named_own_parameters()
 
-    def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
-        """An optimizer over this rank's parameters: `compiled.optimizer(torch.optim.AdamW, lr=3e-4)`."""
-        self._running(f"compiled.optimizer({kind.__name__})")
-        return kind([p for p in self.parameters() if p.requires_grad], **settings)
+    def optimizer(
+        self,
+        kind: type[torch.optim.Optimizer],
+        groups: Callable[[str, nn.Parameter], optimizers.Choice] | None = None,
+        *,
+        elementwise: bool = False,
+        **settings: Any,
+    ) -> torch.optim.Optimizer:
+        """An optimizer over this rank's trained parameters: `compiled.optimizer(torch.optim.AdamW, lr=3e-4)`. Collective.
+
+        `settings` are those of `kind`, which may be any class of optimizers. `groups(name, parameter)` is asked for every trained
+        parameter of the model, by its qualified name and whole, and gives its group: a mapping of settings, such as
+        `{"weight_decay": 0.0} if parameter.ndim < 2 else {}`; a name, which stands in `param_groups` as "name"; or None. All ranks have the
+        same groups, so that torch's schedulers of learning rates work.
+
+        An optimizer that mixes the elements of a parameter (Adafactor, Muon), or of all (LBFGS), is Refused where ranks hold pieces of
+        them, and so is a class that is not torch's own: `elementwise=True` promises that it treats every element by itself. Raises
+        InputError for what is no class, and for settings and groups that do not fit it.
+        """
+        call = f"compiled.optimizer({kind.__name__ if isinstance(kind, type) else type(kind).__name__})"
+        found = optimizers.check_kind(kind, call)
+        engine = self._running(call)
+        optimizers.refuse_mixing(found, self._holds(), elementwise, call)
+        own, aliases = dict(self.named_parameters()), self.compilation.program.aliases
+        chosen = optimizers.grouped(self.model, aliases, own, groups, call)
+        fingerprint.compare({"optimizers": optimizers.described(found, chosen, settings)})
+        along = engine.groups.along("dp")
+        if self.options.data_parallel == "zero1" and along is not None:
+            return zero1.made(found, chosen, settings, along, call)
+        return optimizers.made(found, chosen, settings, call)
+
+    def _holds(self) -> optimizers.Holds:
+        """The trained parameters that are cut."""
+        trained = {self.compilation.program.aliases.get(name, name) for name, p in self.model.named_parameters() if p.requires_grad}
+        shared_out = self.mesh.dp > 1 and self.options.data_parallel != "ddp"
+        pieces = [name for name in sorted(trained) if shared_out or name in self.compilation.pieces()]
+        return optimizers.Holds(tuple(pieces), self.mesh.pp)
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients, over all axes, as one device has it; the same on every rank. Collective.
+
+        A scalar of the widest type of the model's parameters, float32 at least. Every parameter counts once, whichever ranks hold it,
+        or copies or pieces of it. Without any gradient it is 0.
+        """
+        engine = self._running("compiled.grad_norm()")
+        counting = clip.Counting(engine.groups, self.compilation.pieces(), engine.homes)
+        return clip.norm(dict(self.named_parameters()), counting, optimizers.dtype_of(self.model), float(norm_type))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that their norm over all axes is at most `max_norm`; returns the norm before. Collective.
+
+        As `torch.nn.utils.clip_grad_norm_` on one device: factor max_norm / (norm + 1e-6) where that is below 1. Gradients of several
+        `train_step`s have added up by then: a mean over so many steps is the caller's to divide. With `error_if_nonfinite` a norm that is
+        not finite raises TpcompileError on every rank, and leaves gradients as they are.
+        """
+        total = self.grad_norm(norm_type)
+        if error_if_nonfinite:
+            clip.refuse_nonfinite(total, norm_type)
+        clip.clip(dict(self.named_parameters()), total, float(max_norm))
+        return total
 
     # ---------------------------------------------------------------------------------------- running
 
-    def train_step(self, **batch: Any) -> Tensor:
-        """Forward and backward of a batch; returns its loss, detached and the same on every rank. Gradients add up in `.grad`."""
-        call = batches.describe("train_step", batch)
+    def train_step(self, *args: Any, **batch: Any) -> Tensor:
+        """Forward and backward of a batch; returns its loss, detached and the same on every rank. Gradients add up in `.grad`.
+
+        The batch is given by keywords, as the model's forward takes it: `compiled.train_step(**batch)`. Several steps before one of the
+        optimizer add up their gradients, each of its own batch's loss: where their mean is wanted, the loss (or the learning rate)
+        is the caller's to divide.
+        """
+        capture, tensors = self._with_loss("train_step", args, batch, self.options.microbatches)
+        assert self._engine is not None
+        return self._engine.train(capture, tensors, self.options.microbatches)
+
+    def eval_step(self, *args: Any, **batch: Any) -> Evaluated:
+        """Forward of a batch without gradients: `loss, outputs = compiled.eval_step(**batch)`.
+
+        The loss is the whole batch's, detached and the same on every rank; the outputs are those of `compiled(**batch)`, for this
+        replica's rows. The model runs in the mode in which it is: `model.eval()` before the call captures it anew, for evaluation, and
+        `model.train()` turns back to the first capture. Gradients that wait for an optimizer stay as they are.
+        """
+        count = self.options.microbatches if self.mesh.pp > 1 else 1
+        capture, tensors = self._with_loss("eval_step", args, batch, count)
+        assert self._engine is not None
+        return Evaluated(*self._engine.evaluate(capture, tensors, count))
+
+    def _with_loss(self, method: str, args: tuple[Any, ...], batch: Batch, microbatches: int) -> tuple[Capture, dict[str, Tensor]]:
+        """The capture for a batch that must give a loss, and the replica's rows."""
+        if args:
+            shown = ", ".join(f"a {type(arg).__name__}" for arg in args)
+            given = args[0] if isinstance(args[0], Mapping) else {}
+            fix = f"write compiled.{method}(**batch)" if given else f"name every argument: compiled.{method}(input_ids=…, labels=…)"
+            raise InputError(f"a batch is given by keywords, not as {shown}", at=f"compiled.{method}", source=caller(), fix=fix)
+        call = batches.describe(method, batch)
         self._check_labels(batch, call)
-        capture, tensors = self._prepare(batch, call, self.options.microbatches)
+        capture, tensors = self._prepare(batch, call, microbatches)
         if capture.program.loss is None:
             raise InputError(
                 "the model has no loss: its output is neither a scalar nor has a .loss",
@@ -205,8 +298,7 @@ class Compiled:
                 source=caller(),
                 fix="pass loss= to tpcompile.compile, or the labels with the batch",
             )
-        assert self._engine is not None
-        return self._engine.train(capture, tensors, self.options.microbatches)
+        return capture, tensors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this replica's rows, in its own type. Without a pipeline it can be differentiated.
@@ -243,8 +335,8 @@ class Compiled:
         for module in program.modules:
             check_values(module, call)
         modules = [module.to(groups.device) for module in program.modules]
-        capture = self._own(0, first, program)
-        self._engine = Engine(self.model, modules, capture, groups, self.options.schedule, seed[0])
+        capture, mode = self._own(0, first, program), self.options.data_parallel
+        self._engine = Engine(self.model, modules, capture, groups, self.options.schedule, seed[0], mode)
         self._captures = [capture]
 
     @staticmethod

@@ -1,43 +1,96 @@
-"""Gradients averaged over the replicas.
+"""Gradients averaged over the replicas, and what of the training state the replicas share out.
 
-    pp = 1   torch's DistributedDataParallel around the rank's module: reduction overlaps backward
-    pp > 1   torch's `replicate` on the stage's root: the schedule reduces once, after the last micro-batch
-             (DistributedDataParallel around a pipeline stage can leave gradients unsynchronised without a word)
+            a rank holds, between steps          pp = 1                                  pp > 1
+    ddp     all that is its stage's              DistributedDataParallel                 `replicate` on the stage's root
+    zero1   its part of the optimizer's state    the same, and `runtime.zero1`           the same, and `runtime.zero1`
+    zero2   its part of everything               `fully_shard` of layers and root, whose parameters stay gathered from the first
+                                                 forward of a step to the end of its backward
+    zero3   its part of everything               `fully_shard`; layers' parameters are gathered for forward and again for backward
+
+With a pipeline the schedule reduces once, after the last micro-batch (DistributedDataParallel around a pipeline stage can leave
+gradients unsynchronised without a word). Schedules that divide backward in two find no gradients where layers are gathered again: for
+them zero3 gathers as zero2 does.
 
 Averaging what is already averaged changes nothing, so two steps before an optimizer step add up right.
+Source of the three stages: S. Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models" (2020), §5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tpcompile.errors import TpcompileError
+from tpcompile.errors import InputError, Refused, TpcompileError, caller
 from tpcompile.ir import Program, Type
 from tpcompile.layout import TensorType
 from tpcompile.runtime.groups import Groups
-from tpcompile.runtime.stage import StageRoot
+from tpcompile.runtime.stage import Root, StageRoot
 
-Engine = StageRoot | DistributedDataParallel
+Engine = Root | DistributedDataParallel
+
+MODES = ("ddp", "zero1", "zero2", "zero3")
+SHARDED = ("zero2", "zero3")
+"""The modes in which replicas hold parts of parameters and gradients."""
+WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs")
+"""The schedules under which parameters may be gathered anew for backward."""
 
 
-def replicate_stage(root: StageRoot, groups: Groups) -> None:
-    """Average a pipeline stage's gradients over dp from now on. Its parameters become DTensors, so it comes before any optimizer."""
-    along = groups.along("dp")
-    if groups.mesh.pp > 1 and along is not None and any(p.requires_grad for p in root.parameters()):
-        replicate(root, mesh=along)
+def check_mode(mode: str) -> str:
+    """Raises InputError for a mode of data parallelism that there is not."""
+    if mode not in MODES:
+        fix = f"use {', '.join(MODES[:-1])} or {MODES[-1]}"
+        raise InputError(f"there is no data_parallel {mode!r}", at=f"compile(data_parallel={mode!r})", source=caller(), fix=fix)
+    return mode
+
+
+def gathers_again(mode: str, schedule: str, pp: int) -> bool:
+    """Whether layers' parameters are dropped after forward, and gathered again for backward."""
+    return mode == "zero3" and (pp == 1 or schedule in WHOLE_BACKWARD)
+
+
+def share_out(root: StageRoot, groups: Groups, mode: str, schedule: str, units: Sequence[nn.Module]) -> None:
+    """Let torch's engine hold this rank's part of a stage, and average its gradients over dp, from now on.
+
+    Parameters that it takes become DTensors, so it comes before any optimizer. Those without dimensions cannot be cut: see `distribute`.
+    """
+    along, taken = groups.along("dp"), [p for p in root.parameters() if p.ndim]
+    if along is None or not any(p.requires_grad for p in taken) or (mode not in SHARDED and groups.mesh.pp == 1):
+        return
+    if len({p.dtype for p in taken if p.requires_grad}) > 1:
+        raise Refused(
+            "torch's engine reduces gradients of one type together, and trained parameters have several",
+            at=f"compile(data_parallel={mode!r}, mesh {groups.mesh})",
+            fix='give all trained parameters one type, or use pp=1 with data_parallel="ddp"',
+        )
+    ignored = {p for p in root.parameters() if not p.ndim}
+    if mode not in SHARDED:
+        replicate(root, mesh=along, ignored_params=ignored)
+        return
+    again = gathers_again(mode, schedule, groups.mesh.pp)
+    for unit in units:
+        fully_shard(unit, mesh=along, reshard_after_forward=again, ignored_params=ignored)
+    fully_shard(root, mesh=along, reshard_after_forward=False, ignored_params=ignored)
+
+
+def average_rest(root: Root, groups: Groups, trained: frozenset[str]) -> None:
+    """After a schedule: average over dp what the engine does not take. Collective over dp."""
+    group = groups.group("dp")
+    for name, p in root.named_own_parameters():
+        if group is not None and name in trained and not p.ndim and p.grad is not None:
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= group.size()
 
 
 @contextmanager
-def gradients_aside(root: StageRoot) -> Iterator[None]:
+def gradients_aside(root: Root) -> Iterator[None]:
     """What earlier steps left in `.grad`, set aside while a schedule runs, and added back at its end.
 
     The first step of a new schedule sets the gradients of a `replicate` module to None, and shared weights are summed over stages.
@@ -53,18 +106,24 @@ def gradients_aside(root: StageRoot) -> Iterator[None]:
                 p.grad = grad if p.grad is None else p.grad + grad
 
 
-def settle(root: StageRoot) -> None:
+def settle(root: Root) -> None:
     """After a forward without backward: give the parameters back the form that the optimizer knows."""
-    if isinstance(root, FSDPModule):
-        root.reshard()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
-def distribute(root: StageRoot, groups: Groups, trained: frozenset[str]) -> Engine:
+def distribute(root: Root, groups: Groups, trained: frozenset[str]) -> Engine:
     """Without a pipeline: the module to call, whose backward averages over dp. `trained` get a gradient in every step."""
     group = groups.group("dp")
     if group is None or groups.mesh.pp > 1:
         return root
     named = list(root.named_own_parameters())
+    if isinstance(root, FSDPModule):
+        for _, p in named:
+            if p.requires_grad and not p.ndim:
+                _average_when_ready(p, group)
+        return root
     for name, p in named:
         if name not in trained and p.requires_grad:
             _average_when_ready(p, group)
@@ -74,11 +133,11 @@ def distribute(root: StageRoot, groups: Groups, trained: frozenset[str]) -> Engi
     ignored = [name for name, p in root.named_parameters(remove_duplicate=False) if p not in kept]
     ignored += [name for name, _ in root.named_buffers(remove_duplicate=False)]  # equal on all replicas, and stay so
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, ignored)  # type: ignore[no-untyped-call]
-    return DistributedDataParallel(root, process_group=group)
+    return DistributedDataParallel(root, process_group=group, gradient_as_bucket_view=True)
 
 
 def _average_when_ready(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Average the gradient of a parameter that the loss does not reach, should the user's own loss do so."""
+    """Average the gradient of a parameter that no engine takes: the loss does not reach it, and the user's own might; or it is a scalar."""
 
     def average(p: Tensor) -> None:
         assert p.grad is not None
@@ -93,7 +152,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def check_gradients(root: StageRoot, trained: frozenset[str]) -> None:
+def check_gradients(root: Root, trained: frozenset[str]) -> None:
     """Raise for parameters that a step should have given a gradient, and did not."""
     without = [name for name, p in root.named_own_parameters() if name in trained and p.requires_grad and p.grad is None]
     if without:

@@ -16,12 +16,13 @@ from tpcompile.ir import Program, Stage
 from tpcompile.layout import TensorType
 from tpcompile.runtime import outputs, step
 from tpcompile.runtime.data_parallel import Engine as DataParallel
-from tpcompile.runtime.data_parallel import check_gradients, distribute, gradients_aside, reached, replicate_stage, settle
+from tpcompile.runtime.data_parallel import average_rest, check_gradients, distribute, gradients_aside, reached, settle, share_out
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
 from tpcompile.runtime.shared import SharedWeights, follow, join
 from tpcompile.runtime.stage import RankRoot, Root, root_of
 from tpcompile.runtime.summed import summed_once
+from tpcompile.runtime.units import units
 from tpcompile.schedules import place_of
 from tpcompile.timeline import shared_weights
 
@@ -45,7 +46,14 @@ class Engine:
     """One rank at work. Making one is collective, and so is every call."""
 
     def __init__(
-        self, model: nn.Module, modules: Sequence[nn.Module], first: Capture, groups: Groups, schedule: str, seed: int
+        self,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        first: Capture,
+        groups: Groups,
+        schedule: str,
+        seed: int,
+        mode: str = "ddp",
     ) -> None:
         self._model, self.groups = model, groups
         self.root = root_of([self._bound(module) for module in modules], first.program.aliases)
@@ -53,14 +61,16 @@ class Engine:
             root.sends = bool(stage.sends)
         if isinstance(self.root, RankRoot) and groups.mesh.dp == 1:
             self.root.tie()
-        for root in self.root.stages:
-            replicate_stage(root, groups)
+        for stage, root in zip(first.held, self.root.stages, strict=True):
+            share_out(root, groups, mode, schedule, units(root.program, stage, first.program))
         self._schedules = Schedules(self.root, groups, schedule)
         self._seed, self._steps = seed, 0
         self._engine: DataParallel | None = None
         self._trained: frozenset[str] = frozenset()
-        self._held = shared_weights(first.stages)
-        self._shared = SharedWeights(self._held, groups, partial(place_of, schedule, pp=groups.mesh.pp))
+        self.held = shared_weights(first.stages)
+        at = partial(place_of, schedule, pp=groups.mesh.pp)
+        self.shared = SharedWeights(self.held, groups, at)
+        self.homes = {name: at(min(held)) for name, held in self.held.items()}
 
     def adopt(self, modules: Sequence[nn.Module]) -> int:
         """Another capture's modules; returns its number."""
@@ -77,7 +87,7 @@ class Engine:
             root.capture = capture.number
             root.begin(stage.updates, stage.inputs)
         follow(self.root)
-        if shared_weights(capture.stages) != self._held:
+        if shared_weights(capture.stages) != self.held:
             what = "other weights are shared by several stages than in the first capture of the model"
             raise Refused(what, fix="compile a second object for these inputs")
         if not gradients:
@@ -98,8 +108,9 @@ class Engine:
                 with gradients_aside(self.root):
                     with summed_once(self.root, capture.held, self.groups):
                         losses = self._schedules.train(work)
+                        average_rest(self.root, self.groups, capture.trained)
                         join(self.root)
-                    self._shared.sum_gradients(self.root)
+                    self.shared.sum_gradients(self.root)
                     check_gradients(self.root, capture.trained)
             else:
                 with summed_once(self.root, capture.held, self.groups):
@@ -109,6 +120,16 @@ class Engine:
 
     def forward(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Any:
         """The output for the replica's rows, in the model's own type; without a pipeline it can be differentiated."""
+        return outputs.rebuild(capture.program, self._values(capture, tensors, microbatches))
+
+    def evaluate(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> tuple[Tensor, Any]:
+        """The loss of the whole batch and the output for the replica's rows, without gradients."""
+        with torch.no_grad():
+            values = self._values(capture, tensors, microbatches)
+            return values[0].detach().clone(), outputs.rebuild(capture.program, values)
+
+    def _values(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> tuple[Tensor, ...]:
+        """What the program returns, on every stage; the loss is the whole batch's."""
         if self.groups.mesh.pp > 1:
             self._prepare(capture, gradients=False)
             with gradients_aside(self.root):
@@ -118,7 +139,9 @@ class Engine:
         else:
             engine = self._prepare(capture, gradients=torch.is_grad_enabled())
             values = engine(**self._work(capture, tensors, 1).inputs)
-        return outputs.rebuild(capture.program, outputs.whole_loss(capture.program, values, self.groups))
+            if not torch.is_grad_enabled():
+                settle(self.root)
+        return outputs.whole_loss(capture.program, values, self.groups)
 
     def _work(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Work:
         """What the rank's stages take for all micro-batches. Every call is a step for the masks of dropout."""

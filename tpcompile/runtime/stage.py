@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
 from tpcompile.errors import Refused
@@ -92,6 +93,9 @@ class StageRoot(nn.Module):
         if module is self.program:
             made = module(*received, **inputs)
         else:
+            for part in self.program.modules():
+                if isinstance(part, FSDPModule):  # this capture's own modules gather nothing
+                    part.unshard()
             own = dict(self.named_own_parameters())
             borrowed: dict[str, Tensor] = {name: own[self._aliases.get(name, name)] for name, _ in module.named_parameters()}
             made = functional_call(module, borrowed, received, inputs)

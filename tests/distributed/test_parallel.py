@@ -1,0 +1,39 @@
+"""Three steps of AdamW with clipping, accumulation, groups and a scheduler on real processes: every rank beside one device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import parallel_workers as workers
+import pytest
+from parallel_workers import Case, Found
+
+import tpcompile
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+MODES = ("ddp", "zero1", "zero2", "zero3")
+MESHES: dict[str, tuple[Case, ...]] = {
+    mesh: tuple(Case(model, mesh, mode) for model in ("llama", "gpt2") for mode in MODES) for mesh in ("dp=2", "dp=2,tp=2", "dp=2,pp=2")
+}
+
+
+@cache
+def results(mesh: str) -> list[list[Found]]:
+    """Of every case, what each rank found."""
+    ranks = tpcompile.launch(workers.run, mesh, MESHES[mesh])
+    return [list(found) for found in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "job"), [pytest.param(m, job, id=str(case)) for m, cases in MESHES.items() for job, case in enumerate(cases)]
+)
+def test_three_clipped_steps_equal_one_device(mesh: str, job: int) -> None:
+    ranks = results(mesh)[job]
+    for found in ranks:
+        assert max(found.loss_error, found.evaluation_error) <= 1e-10 and found.norm_error <= 1e-9, found
+        assert max(found.gradients.values()) <= 1e-9 and max(found.parameters.values()) <= 1e-9, found
+        assert found.losses == ranks[0].losses and found.norms == ranks[0].norms, "the same values on every rank"
+        assert min(found.norms) > 0.05, "all of them were clipped"
+    names = {name for name, _ in MESHES[mesh][job].made().named_parameters()}
+    assert {name for found in ranks for name in found.parameters} == names

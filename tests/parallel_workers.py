@@ -1,0 +1,195 @@
+"""What the tests of data parallelism, clipping and optimizers run in real processes, beside the untouched model in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from parity_models import VOCABULARY, causal_batch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from training_workers import gpt2
+
+import tpcompile
+from tpcompile.runtime.compiled import Compiled
+
+LR, EPS = 1e-2, 1e-6
+
+
+class Attention(nn.Module):
+    """Four query heads that share one key/value head: two tensor ranks both hold it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, out, bias=False) for out in (width, width // 4, width // 4))
+        self.o = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, width = x.shape
+        q, k, v = (p(x).view(b, s, -1, width // 4).transpose(1, 2) for p in (self.q, self.k, self.v))
+        made = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), is_causal=True)
+        return self.o(made.transpose(1, 2).reshape(b, s, width))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.first, self.attn, self.second = nn.RMSNorm(width), Attention(width), nn.RMSNorm(width)
+        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((width, inner), (width, inner), (inner, width)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.first(x))
+        y = self.second(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """Llama's blocks in one type throughout, and a scalar parameter."""
+
+    def __init__(self, width: int = 32, inner: int = 45, vocabulary: int = VOCABULARY, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width, inner) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)) * self.temperature
+        return {"logits": logits} | ({} if labels is None else {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())})
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(5)
+    return Llama().double()
+
+
+def gpt2_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """In the logits' own type, which transformers' loss is not."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), batch["targets"].flatten())
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[..., Tensor] | None]] = {"llama": (llama, None), "gpt2": (gpt2, gpt2_loss)}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    mesh: str
+    data_parallel: str = "ddp"
+    microbatches: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.mesh} {self.data_parallel}" + "".join(f" {name}={value}" for name, value in self.options)
+
+    def made(self) -> nn.Module:
+        return MODELS[self.model][0]()
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        rows = causal_batch()
+        if MODELS[self.model][1] is None:
+            return {name: value.roll(step, 0) for name, value in rows.items()}
+        return {"input_ids": rows["input_ids"].roll(step, 0), "targets": rows["labels"].roll(step, 0)}
+
+    def compiled(self, model: nn.Module, other: Compiled | None = None) -> Compiled:
+        """`other` is the same case in another mode of data parallelism: what the compiler made serves both."""
+        settings: dict[str, Any] = {"loss": MODELS[self.model][1], "microbatches": self.microbatches, "data_parallel": self.data_parallel}
+        if other is None:
+            return tpcompile.compile(model, self.mesh, self.batch(0), **settings, **dict(self.options))
+        found = Compiled(model, other.mesh, replace(other.options, data_parallel=self.data_parallel), None)
+        found._compilations = list(other._compilations)
+        return found
+
+    def eager(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        loss = MODELS[self.model][1]
+        found: Tensor = loss(model(batch["input_ids"]), batch) if loss else model(**batch)["loss"]
+        return found
+
+
+@dataclass
+class Found:
+    """How far a rank was from one device; gradients and parameters as parts of the model's largest."""
+
+    rank: dict[str, int]
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    loss_error: float = 0.0
+    norm_error: float = 0.0
+    evaluation_error: float = 0.0
+    gradients: dict[str, float] = field(default_factory=dict)  # after clipping, in the last step
+    parameters: dict[str, float] = field(default_factory=dict)  # after the last step
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """What a rank holds of a tensor, put together from its replicas. Collective over dp."""
+    value = tensor.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def no_decay(name: str, parameter: nn.Parameter) -> dict[str, float]:
+    return {"weight_decay": 0.0} if parameter.ndim < 2 else {"weight_decay": 0.1, "lr": LR / 2}
+
+
+def train(case: Case, compiled: Compiled) -> Found:
+    """Three steps of AdamW with clipping, a scheduler and groups; the second adds up the gradients of two batches, and evaluates."""
+    alone = case.made()
+    optimizer = compiled.optimizer(torch.optim.AdamW, no_decay, lr=LR, eps=EPS)
+    named = list(alone.named_parameters())
+    groups = [{"params": [p for name, p in named if no_decay(name, p) == kind], **kind} for kind in map(dict, _kinds(named))]
+    reference = torch.optim.AdamW(groups, lr=LR, eps=EPS)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, [lambda i: 0.5**i, lambda i: 0.9**i]) for o in (optimizer, reference)]
+    pieces, found = compiled.program().parameters, Found(compiled.program().coordinates)
+    for step in range(3):
+        for part in range(2 if step == 1 else 1):
+            loss = compiled.train_step(**case.batch(step + part))
+            expected = case.eager(alone, case.batch(step + part))
+            expected.backward()
+            found.losses.append(loss.item())
+            found.loss_error = max(found.loss_error, abs(loss.item() - expected.item()))
+        if step == 1:
+            evaluated, _ = compiled.eval_step(**case.batch(step + 2))
+            found.evaluation_error = abs(evaluated.item() - case.eager(alone, case.batch(step + 2)).item())
+        norm = compiled.clip_grad_norm_(0.05)
+        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        found.norms.append(norm.item())
+        found.norm_error = max(found.norm_error, abs(norm.item() - expected.item()))
+        largest = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters() if p.grad is not None], float("inf")).item()
+        found.norm_error = max(found.norm_error, abs(compiled.grad_norm(float("inf")).item() - largest))
+        gradients = dict(alone.named_parameters())
+        for name, p in compiled.named_parameters():
+            error = whole(p.grad) - pieces[name].of(gradients[name].grad)
+            found.gradients[name] = max(found.gradients.get(name, 0.0), _largest(error) / largest)
+        for stepped in (optimizer, reference, *schedulers):
+            stepped.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert all(p.grad is None for p in compiled.parameters())
+    for name, p in compiled.named_parameters():
+        found.parameters[name] = _largest(whole(p) - pieces[name].of(gradients[name].detach()))
+    return found
+
+
+def _kinds(named: list[tuple[str, nn.Parameter]]) -> list[tuple[tuple[str, float], ...]]:
+    return list(dict.fromkeys(tuple(no_decay(name, p).items()) for name, p in named))
+
+
+def _largest(error: Tensor) -> float:
+    return error.abs().max().item() if error.numel() else 0.0
+
+
+def run(cases: tuple[Case, ...]) -> list[Found]:
+    """Several cases of one mesh, in the same processes."""
+    made: dict[Case, Compiled] = {}
+    found = []
+    for case in cases:
+        alike = replace(case, data_parallel="ddp")
+        compiled = case.compiled(case.made(), made.get(alike))
+        made.setdefault(alike, compiled)
+        found.append(train(case, compiled))
+    return found
