@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +12,14 @@ from parity_models import VOCABULARY, causal_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from training_workers import gpt2
+from training_workers import batch as labelled
+from training_workers import gpt2, turning
 
 import tpcompile
+from tpcompile.inspect import memory as inspect_memory
+from tpcompile.memory import Memory, memory
 from tpcompile.runtime.compiled import Compiled
+from tpcompile.runtime.data_parallel import local
 
 LR, EPS = 1e-2, 1e-6
 
@@ -74,7 +79,11 @@ def gpt2_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(outputs.logits.flatten(0, 1), batch["targets"].flatten())
 
 
-MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[..., Tensor] | None]] = {"llama": (llama, None), "gpt2": (gpt2, gpt2_loss)}
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[..., Tensor] | None]] = {
+    "llama": (llama, None),
+    "gpt2": (gpt2, gpt2_loss),
+    "turning": (turning, None),
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,8 @@ class Case:
         return MODELS[self.model][0]()
 
     def batch(self, step: int) -> dict[str, Tensor]:
+        if self.model == "turning":
+            return labelled(length=7)
         rows = causal_batch()
         if MODELS[self.model][1] is None:
             return {name: value.roll(step, 0) for name, value in rows.items()}
@@ -172,6 +183,97 @@ def train(case: Case, compiled: Compiled) -> Found:
         assert all(p.grad is None for p in compiled.parameters())
     for name, p in compiled.named_parameters():
         found.parameters[name] = _largest(whole(p) - pieces[name].of(gradients[name].detach()))
+    return found
+
+
+def captures(case: Case, compiled: Compiled) -> Found:
+    """Two captures of one model in turn: trained, evaluated, and called as an ordinary module where there is no pipeline."""
+    alone, found = turning(), Found(compiled.program().coordinates)
+    short, long = labelled(length=7), labelled(length=10, seed=1)
+    pieces, named = compiled.program().parameters, dict(alone.named_parameters())
+    optimizer, reference = compiled.optimizer(torch.optim.SGD, lr=LR), torch.optim.SGD(alone.parameters(), lr=LR)
+    for again in (False, True):
+        for rows in (short, long, short):
+            expected = alone(**rows)["loss"]
+            if again and compiled.mesh.pp == 1:
+                loss = compiled(**rows)["loss"]
+                loss.backward()
+            else:
+                loss = compiled.train_step(**rows)
+            expected.backward()
+            found.losses.append(loss.item())
+            found.loss_error = max(found.loss_error, abs(loss.item() - expected.item()))
+            for other in (long, short):
+                evaluated, _ = compiled.eval_step(**other)
+                error = abs(evaluated.item() - alone(**other)["loss"].item())
+                found.evaluation_error = max(found.evaluation_error, error)
+        largest = max(_largest(p.grad) for p in alone.parameters())
+        for name, p in compiled.named_parameters():
+            found.gradients[name] = _largest(whole(p.grad) - pieces[name].of(named[name].grad)) / largest
+        for either in (optimizer, reference):
+            either.step()
+            either.zero_grad()
+    for name, p in compiled.named_parameters():
+        found.parameters[name] = _largest(whole(p) - pieces[name].of(named[name].detach()))
+    found.norms.append(len(compiled._compilations))
+    return found
+
+
+def run_captures(cases: tuple[Case, ...]) -> list[Found]:
+    return [captures(case, case.compiled(turning())) for case in cases]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of all tensors that a step of AdamW left alive on a rank: of its parameters, gradients and state, and of everything."""
+
+    mode: str
+    replica: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    alive: int
+    expected: Memory
+
+
+def sizes(modes: tuple[str, ...]) -> list[Bytes]:
+    """What a rank of two replicas holds between steps of a model of 1.2 million parameters, beside the formulas."""
+    found = []
+    model, rows = Llama(width=128, inner=341, vocabulary=2003, layers=4), causal_batch()
+    first = tpcompile.compile(model, "dp=2", rows)
+    for mode in modes:
+        before = _alive()
+        compiled = Compiled(model, first.mesh, replace(first.options, data_parallel=mode), None)
+        compiled._compilations = list(first._compilations)
+        optimizer = compiled.optimizer(torch.optim.AdamW, lr=LR)
+        for _ in range(2):
+            optimizer.zero_grad()
+            compiled.train_step(**rows)
+            optimizer.step()
+        replica = compiled.program().coordinates["dp"]
+        state = [value for kept in optimizer.state.values() for value in kept.values() if value.ndim]
+        parameters, grads = list(compiled.parameters()), [p.grad for p in compiled.parameters()]
+        held = inspect_memory.held(first.compilation, first.compilation.stages[0], 0)
+        counted = (sum(_storages(tensors).values()) for tensors in (parameters, grads, state))
+        alive = sum(size for place, size in _alive().items() if place not in before)
+        found.append(Bytes(mode, replica, *counted, alive, memory(held, mode, 2, replica)))
+        del compiled, optimizer, parameters, grads, state
+    return found
+
+
+def _storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
+    """The bytes of the memory that tensors lie in, each part once."""
+    plain = [local(tensor.detach()) for tensor in tensors if tensor is not None]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in plain}
+
+
+def _alive() -> dict[int, int]:
+    gc.collect()
+    found = {}
+    for one in gc.get_objects():
+        if type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu":
+            storage = one.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
     return found
 
 

@@ -37,3 +37,28 @@ def test_three_clipped_steps_equal_one_device(mesh: str, job: int) -> None:
         assert min(found.norms) > 0.05, "all of them were clipped"
     names = {name for name, _ in MESHES[mesh][job].made().named_parameters()}
     assert {name for found in ranks for name in found.parameters} == names
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
+def test_a_later_capture_shares_what_replicas_share_out(mesh: str) -> None:
+    """Lengths that the model treats differently are captured anew; torch's engine knows the first capture's modules alone."""
+    cases = tuple(Case("turning", mesh, mode) for mode in MODES[1:])
+    for ranks in zip(*tpcompile.launch(workers.run_captures, mesh, cases), strict=True):
+        for found in ranks:
+            assert found.norms == [2], "two captures"
+            assert max(found.loss_error, found.evaluation_error) <= 1e-10, found
+            assert max(found.gradients.values()) <= 1e-9 and max(found.parameters.values()) <= 1e-9, found
+
+
+def test_bytes_between_steps_are_those_of_the_formulas() -> None:
+    """Of parameters, gradients and optimizer; and nothing else of any size is alive."""
+    whole: dict[int, int] = {}
+    for rank in tpcompile.launch(workers.sizes, "dp=2", MODES):
+        for found in rank:
+            for measured, expected in ((found.parameters, found.expected.parameters), (found.gradients, found.expected.gradients)):
+                assert measured == pytest.approx(expected, rel=0.02), found
+            assert found.optimizer == pytest.approx(found.expected.optimizer, rel=0.02), found
+            assert found.alive == pytest.approx(found.expected.between, rel=0.02), found
+            whole.setdefault(found.replica, found.alive)
+            share = {"ddp": 1, "zero1": 3 / 4, "zero2": 1 / 2, "zero3": 1 / 2}[found.mode]
+            assert found.alive == pytest.approx(share * whole[found.replica], rel=0.02), found

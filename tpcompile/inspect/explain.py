@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tpcompile.cost import all_flops, evaluate
 from tpcompile.driver import Compilation
-from tpcompile.inspect import nodes
+from tpcompile.inspect import memory, nodes
 from tpcompile.inspect.calls import AXES, MICROBATCHES, Calls, calls, formula, known, value
 from tpcompile.inspect.fold import fold, spell, split_layer
 from tpcompile.inspect.options import options
@@ -38,6 +38,7 @@ def explain(compilation: Compilation, width: int = WIDTH, devices_per_node: int 
             *_cuts(compilation),
             _stages(compilation),
             *_shared(compilation),
+            memory.table(compilation),
             *_updates(compilation.program),
             *_traffic(compilation),
         ):

@@ -1,0 +1,58 @@
+"""The bytes of training state that the ranks of every stage hold, as a table."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tpcompile.driver import Compilation
+from tpcompile.gradients import trained
+from tpcompile.ir import Stage
+from tpcompile.layout import Layout, TensorType, local_size
+from tpcompile.memory import Held, Memory, memory
+from tpcompile.passes._parts import layer_of
+
+SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+
+
+def held(compilation: Compilation, stage: Stage, place: int) -> tuple[Held, ...]:
+    """The parameters of a stage that a coordinate of the tensor axis holds; those that no graph uses are left out."""
+    program, found = compilation.program, []
+    asked = trained(program)
+    for placeholder, name in stage.parameters.items():
+        kind, layout = program.types[placeholder], compilation.local.layouts.get(placeholder)
+        assert isinstance(kind, TensorType)
+        shape = tuple(int(local_size(dim, place)) for dim in layout.dims) if isinstance(layout, Layout) else tuple(map(int, kind.shape))
+        found.append(Held(shape, kind.dtype, placeholder in asked, layer_of(name, program.layers)))
+    return tuple(found)
+
+
+def of_stage(compilation: Compilation, stage: Stage, *, moments: int = 2) -> Memory:
+    """The most that any tensor rank of a stage holds, on the first replica: no other holds more."""
+    mesh, mode = compilation.mesh, compilation.options.data_parallel
+    found = (memory(held(compilation, stage, place), mode, mesh.dp, pipeline=mesh.pp > 1, moments=moments) for place in range(mesh.tp))
+    return max(found, key=lambda one: one.most)
+
+
+def table(compilation: Compilation) -> RenderableType:
+    """Parameters, gradients and Adam's two moments on a rank, between steps and in one."""
+    mesh, mode = compilation.mesh, compilation.options.data_parallel
+    over = f" under {mode} over {mesh.dp} replicas" if mesh.dp > 1 else ""
+    shown = Table(box=None, pad_edge=False, header_style="", padding=(0, 2, 0, 0))
+    headings = (f"held by a rank{over}", "parameters", "gradients", "two moments", "gathered in a step", "whole gradients in it", "at most")
+    for place, heading in enumerate(headings):
+        shown.add_column(heading, justify="right" if place else "left")
+    for stage in compilation.stages:
+        one = of_stage(compilation, stage)
+        sizes = (one.parameters, one.gradients, one.optimizer, one.gathered, one.unreduced, one.most)
+        shown.add_row(f"stage {stage.index}" if mesh.pp > 1 else "all of it", *(Text(spelled(size)) for size in sizes))
+    return shown
+
+
+def spelled(size: int) -> str:
+    """12.5 MiB; – for nothing."""
+    for unit, name in SIZES:
+        if size >= unit:
+            return f"{size / unit:.4g} {name}" if unit > 1 else f"{size} B"
+    return "–"
