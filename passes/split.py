@@ -40,8 +40,9 @@ def _chosen(local: Local, pp: int, per_rank: int, costs: Mapping[str, int]) -> _
     places = by_cost(local, stages, costs)
     if places is None and layers is None:
         parts = most_parts(local)
-        fewer = parts // per_rank
-        fix = f"use pp={fewer}" + " or less" * (fewer > 1) if fewer > 1 or per_rank == 1 else 'use schedule="1f1b", with one stage on a rank'
+        fix = f"use pp={parts // per_rank}" + " or less" * (parts // per_rank > 1)
+        if per_rank > 1 and parts // per_rank < 2:
+            fix = 'use schedule="1f1b", with one stage on a rank'
         raise InputError(
             f"{stages} pipeline stages for a model that can be cut into {parts} part{'s' * (parts != 1)}",
             at=f"compile(mesh pp={pp}" + (f", stages_per_rank={per_rank})" if per_rank > 1 else ")"),

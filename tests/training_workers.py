@@ -222,6 +222,23 @@ def both_schedules(case: Case) -> list[Compiled]:
     return [compiled, other]
 
 
+SEVERAL = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+"""The schedules with two stages on a rank."""
+
+
+def train_schedules(case: Case) -> list[Found]:
+    """The same under every schedule with two stages on a rank; stages are cut once, and placed as each schedule needs."""
+    first = case.compiled(case.model())
+    (made,) = first._compilations
+    found = []
+    for schedule in SEVERAL:
+        options = replace(first.options, schedule=schedule)
+        compiled = Compiled(first.model, first.mesh, options, None)
+        compiled._compilations = [replace(made, options=options, step=replace(made.step, schedule=schedule))]
+        found.append(steps(case, compiled))
+    return found
+
+
 def steps(case: Case, compiled: Compiled) -> Found:
     alone = case.model()
     optimizer = compiled.optimizer(torch.optim.AdamW, lr=LR)

@@ -196,7 +196,8 @@ def lower_captured(
     sharded = verify(log.run("sequence", delayed, lambda: sequence(delayed))) if options.sequence_parallel else delayed
     rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
     local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten, gather_again=options.sequence_parallel == "regather")))
-    stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, costs(program, batch), options.stages_per_rank)))
+    loads, own = costs(program, batch), options.stages_per_rank
+    stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, loads, own)))
     step = verify(step_of(local, stages, mesh, options, sizes_of(program, batch)))
     return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, step, MappingProxyType(log.steps))
 

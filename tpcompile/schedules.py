@@ -8,9 +8,10 @@
     rank 0    stages 0, 2                  stages 0, 3
     rank 1    stages 1, 3                  stages 1, 2
 
-Between these, operations are posted, some of them together, and waited for. Those of GPipe and 1F1B are drawn from `_step_microbatches` of
-their classes in torch.distributed.pipelining.schedules (2.13), whose own tables leave out what is sent. All others are torch's tables of
-computation and communication, made by the classes that run them, without a process group. Tests hold both against what ran.
+Between computations, operations are posted, some of them together, and waited for. Those of GPipe and 1F1B are drawn from
+`_step_microbatches` of their classes in torch.distributed.pipelining.schedules (2.13), whose own tables leave out what is sent. All others
+are torch's tables of computation and communication, made by the classes that run them, without a process group. Tests hold both against
+what ran.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def check_schedule(
         many = "a stage" if made.per_rank == 1 else f"{made.per_rank} stages"
         what = f"schedule {schedule} has {many} on a rank" if made.fixed else "a rank has at least one stage"
         loops = " or ".join(f'"{name}"' for name, other in SCHEDULES.items() if not other.fixed)
-        fix = f"use stages_per_rank={made.per_rank}" + (f", or schedule={loops}" if own > 0 else "") if made.fixed else "use stages_per_rank=1 or more"
+        fix = f"use stages_per_rank={made.per_rank}" if made.fixed else "use stages_per_rank=1 or more"
+        fix += f", or schedule={loops}" if made.fixed and own > 0 else ""
         raise _refused(what, f"{call}(stages_per_rank={per_rank})", fix)
     count = pp * own if microbatches is None else microbatches
     _check_microbatches(schedule, pp, own, count, f"{call}(microbatches={count})")

@@ -81,7 +81,7 @@ class Engine:
         collectives.bind(module, self.groups.names)
         return module
 
-    def _prepare(self, capture: Capture, *, gradients: bool) -> DataParallel | Root:
+    def _prepare(self, capture: Capture, *, gradients: bool) -> DataParallel:
         """The module to call. With gradients, it averages them over dp; that is set up once, for the parameters trained then."""
         for stage, root in zip(capture.held, self.root.stages, strict=True):
             root.capture = capture.number

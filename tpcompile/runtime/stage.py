@@ -170,9 +170,21 @@ def root_of(modules: Sequence[nn.Module], aliases: Mapping[str, str]) -> Root:
     return made[0] if len(made) == 1 else RankRoot(made)
 
 
+class _Handed(torch.autograd.Function):
+    """The same values as a tensor of their own, which a schedule may detach in place: a view, or what backward needs again, it may not."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def _own(value: Tensor) -> Tensor:
-    """A tensor that a schedule may detach where it is, which a view of another is not."""
-    return value.clone() if value._is_view() else value
+    made: Tensor = _Handed.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
+    return made
 
 
 def _drop_values(module: nn.Module) -> None:
