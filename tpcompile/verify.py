@@ -17,6 +17,7 @@ from tpcompile.laws.places import broken, line_of
 from tpcompile.laws.shapes import check_shapes
 from tpcompile.laws.slices import check_slices
 from tpcompile.laws.stages import check_stages
+from tpcompile.laws.wiring import check_wiring
 from tpcompile.layout import Cut, Dim, Even, Layout, TensorType, cut_factors, fits, same, size_of, whole_dim
 from tpcompile.linear import is_linear
 from tpcompile.operation import Op
@@ -52,6 +53,7 @@ def _check_step(step: Step) -> None:
         _check_local(own, received, received & {node.name for node in entered})
     _check_homes(step)
     check_slices(local)
+    check_wiring(local)
     check_shapes(local, step.sizes)
     check_stages(local, step.stages)
     check_pipeline(step)
