@@ -3,6 +3,7 @@
     python benchmarks/zoo.py                                  all types
     python benchmarks/zoo.py --types causal/llama,s2s/t5      some
     python benchmarks/zoo.py --shard 0/2 --json a.json        every second type, rows kept in a file
+    python benchmarks/zoo.py --meshes "tp=2 tp=4" --options sequence_parallel=False,vocab_parallel=False
     python benchmarks/zoo.py --rows a.json,b.json --markdown docs/zoo.md
 
 Exit status: 0 if every row is equal, or refused for what the list notes about it; 1 if not.
@@ -16,9 +17,10 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,7 +29,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from zoo.measure import MESHES, NOTED, Row, measure, notes  # noqa: E402 (of the tests beside)
+from zoo.measure import MESHES, NOTED, Row, measure, notes, options_of  # noqa: E402 (of the tests beside)
 from zoo.tiny import types  # noqa: E402
 
 VERDICTS = ("equal", *(verdict for _, verdict in NOTED.values()), "refused", "different", "error")
@@ -44,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--types", help="task/type,…; default: all of tests/zoo/types.tsv")
     made.add_argument("--meshes", default=" ".join(MESHES), help=f'separated by spaces (default: "{" ".join(MESHES)}")')
+    made.add_argument("--options", default="", metavar="NAME=VALUE,…", help="of tpcompile.compile, for all meshes")
     made.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th type, from the I-th")
     made.add_argument("--limit", type=int, default=120, metavar="SECONDS", help="for one type (default: 120)")
     made.add_argument("--rows", metavar="FILE,…", help="show rows that --json wrote, and run nothing")
@@ -57,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     console = Console()
     rows: list[Row] = []
-    for row in kept(args.rows.split(",")) if args.rows else run(chosen(args.types, args.shard), args.meshes.split(), args.limit):
+    options = options_of(args.options.split(",") if args.options else ())
+    fresh = () if args.rows else run(chosen(args.types, args.shard), args.meshes.split(), args.limit, options)
+    for row in kept(args.rows.split(",")) if args.rows else fresh:
         rows.append(row)
         if args.json:
             args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
@@ -82,7 +87,7 @@ class Late(BaseException):
     """A type takes too long; no `except Exception` on the way is to stop it."""
 
 
-def run(names: Iterable[str], meshes: Sequence[str], limit: int) -> Iterator[Row]:
+def run(names: Iterable[str], meshes: Sequence[str], limit: int, options: Mapping[str, Any]) -> Iterator[Row]:
     """Measure one type after the other, each for so many seconds at most."""
 
     def late(*_: object) -> None:
@@ -92,7 +97,7 @@ def run(names: Iterable[str], meshes: Sequence[str], limit: int) -> Iterator[Row
     for name in names:
         signal.alarm(limit)
         try:
-            yield measure(name, meshes)
+            yield measure(name, meshes, **options)
         except Late as error:
             yield Row(name, notes().get(name, ""), meshes=dict.fromkeys(meshes, f"error: {error}"), seconds=limit)
         finally:

@@ -12,7 +12,9 @@ from exported import copied
 from parity_models import captured as captured_parity
 from pass_models import Parallel, local, sharded, stages, tiny
 from torch import fx
+from vocabulary_models import words
 
+import tpcompile
 from tpcompile.collectives import ops
 from tpcompile.errors import VerifyError
 from tpcompile.ir import Local, Program, Sharded
@@ -210,3 +212,59 @@ def test_a_shared_piece_whose_gradient_is_not_summed() -> None:
 
     words = ("k_proj_weight, of which several ranks hold one piece: its gradient is not summed over them",)
     rejected(edited(made, change), *words)
+
+
+# --- partial maxima ----------------------------------------------------------------------------------------------------
+
+
+def cut_loss() -> Local:
+    """A loss of cut scores: the largest score of each row is a maximum over the ranks."""
+    model, rows = words("mean")
+    made: Local = tpcompile.compile(model, "tp=2", rows).history["optimize"].made
+    return made
+
+
+def test_a_partial_maximum_that_is_not_reduced() -> None:
+    made = cut_loss()
+    (name,) = (node.name for node in made.graph.nodes if node.target is ops.reduce_max.default)
+
+    def change(graph: fx.Graph, node: fx.Node, by: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        return by[node.all_input_nodes[0]] if node.name == name else None
+
+    rejected(edited(made, change), f"reads {name}_partial, a partial maximum that is not reduced")
+
+
+def test_a_partial_maximum_that_is_added_up() -> None:
+    made = cut_loss()
+
+    def change(graph: fx.Graph, node: fx.Node, by: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        if node.target is not ops.reduce_max.default:
+            return None
+        return graph.create_node("call_function", ops.reduce.default, (by[node.all_input_nodes[0]], "tp"), name=node.name)
+
+    rejected(edited(made, change), "_max_partial is a partial maximum, and should be a partial sum")
+
+
+def test_a_maximum_of_what_is_a_sum() -> None:
+    made = cut_loss()
+
+    def change(graph: fx.Graph, node: fx.Node, by: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        if not node.name.endswith("_exp"):
+            return None
+        return graph.create_node("call_function", ops.reduce_max.default, (by[node.all_input_nodes[0]], "tp"), name=node.name)
+
+    rejected(edited(made, change), "_exp_partial is a partial sum, and should be a partial maximum")
+
+
+def test_a_second_maximum() -> None:
+    made = cut_loss()
+
+    def change(graph: fx.Graph, node: fx.Node, by: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        if node.target is not ops.reduce_max.default:
+            return None
+        once = graph.node_copy(node, by.__getitem__)
+        return graph.create_node("call_function", ops.reduce_max.default, (once, "tp"), name="twice")
+
+    (name,) = (node.name for node in made.graph.nodes if node.target is ops.reduce_max.default)
+    twice = edited(made, change, layouts={**made.layouts, "twice": made.layouts[name]})
+    rejected(twice, "twice = tpcompile.reduce_max.default:", "is a whole value, and should be a partial maximum")

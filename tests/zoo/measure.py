@@ -70,8 +70,11 @@ class Row:
         return verdict if wanted and re.fullmatch(wanted, result) else result.partition(":")[0]
 
 
-def measure(kind: str, meshes: Iterable[str] = MESHES) -> Row:
-    """Capture `task/model_type` and compare it on these meshes, with as many micro-batches as stages. Errors become part of the row."""
+def measure(kind: str, meshes: Iterable[str] = MESHES, **options: Any) -> Row:
+    """Capture `task/model_type` and compare it on these meshes, with as many micro-batches as stages. Errors become part of the row.
+
+    A mesh may name options of its own: "tp=2 sequence_parallel=False"; `options` are those of all meshes.
+    """
     row, start = Row(kind, notes().get(kind, "")), time.perf_counter()
     try:
         model, batch = sample(kind)
@@ -82,9 +85,17 @@ def measure(kind: str, meshes: Iterable[str] = MESHES) -> Row:
         row.meshes = dict.fromkeys(meshes, told(error))
     else:
         for mesh in meshes:
-            row.meshes[mesh] = outcome(row, program, model, batch, Mesh.of(mesh))
+            axes, *own = mesh.split()
+            row.meshes[mesh] = outcome(row, program, model, batch, Mesh.of(axes), **{**options, **options_of(own)})
     row.seconds = round(time.perf_counter() - start, 1)
     return row
+
+
+def options_of(texts: Iterable[str]) -> dict[str, Any]:
+    """Keywords of `compile` as text: ["sequence_parallel=False", "dropout=exact"]."""
+    known = {"True": True, "False": False}
+    pairs = (text.partition("=") for text in texts)
+    return {name: known.get(value, value) for name, _, value in pairs}
 
 
 def notes() -> dict[str, str]:
@@ -112,14 +123,14 @@ def part(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     }
 
 
-def outcome(row: Row, program: Program, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh) -> str:
+def outcome(row: Row, program: Program, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, **options: Any) -> str:
     """How one mesh compares; where a batch may not be divided, how it compares undivided."""
     count = mesh.pp
     try:
-        compilation = lower_captured(program, model, mesh, part(batch, ROWS), Options(weighted_sum, count))
+        compilation = lower_captured(program, model, mesh, part(batch, ROWS), Options(weighted_sum, count, **options))
         reason = compilation.program.undivided if count * mesh.dp > 1 else ""
         if reason:
-            compilation = lower_captured(program, model, mesh, part(batch, ROWS), Options(weighted_sum))
+            compilation = lower_captured(program, model, mesh, part(batch, ROWS), Options(weighted_sum, **options))
         result = compared(compilation, model, part(batch, ROWS if reason else ROWS * count))
         if mesh.tp == 2:
             read_cuts(row, compilation, Blocks(program))

@@ -60,6 +60,16 @@ def test_parity_and_what_is_cut(kind: str) -> None:
         assert row.held is not None and row.held <= 1.02
 
 
+OPTIONS = ("sequence_parallel=False", "vocab_parallel=False", "sequence_parallel=False vocab_parallel=False", "sequence_parallel=regather")
+
+
+@pytest.mark.parametrize("kind", ["causal/gpt2", "causal/gpt_neox", "causal/llama", "causal/mixtral", "mlm/bert", "s2s/t5"])
+def test_parity_with_options_on_and_off(kind: str) -> None:
+    """With both on, which is the default, also at tp=4."""
+    row = measure(kind, ("tp=4", *(f"tp=2 {options}" for options in OPTIONS), *(f"tp=4 {options}" for options in OPTIONS[:3])))
+    assert row.meshes == dict.fromkeys(row.meshes, "equal")
+
+
 def test_statistics_of_a_batch_in_one_piece() -> None:
     row = measure("img/pp_lcnet", ("tp=2", "pp=2"))
     assert row.ok, row.failures
