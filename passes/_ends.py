@@ -8,101 +8,35 @@ The largest score stands in for a constant: no gradient goes through it, as none
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
-
 import torch
 from torch import fx
 
 from tpcompile.collectives import ops
-from tpcompile.ir import Sharded
-from tpcompile.layout import Dim, Layout, TensorType, bounds, pieces, size_of, whole, whole_dim
-from tpcompile.rules import argument, op_name
+from tpcompile.layout import Layout, bounds, size_of, whole_dim
+from tpcompile.passes._written import HALF, Written
+from tpcompile.rules import argument
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1
 
 
-class Writer(Protocol):
-    """The local graph as it grows."""
+class LookUp(Written):
+    """Rows of a table of which this rank has some."""
 
-    sharded: Sharded
-
-    def add(
-        self, op: str, target: Any, args: Any, kwargs: Any, name: str, layout: Layout | tuple[Layout, ...] | None, origin: str = ""
-    ) -> fx.Node: ...
-
-    def number(self, of: Callable[[int], Any]) -> Any: ...
-
-    def reduced(self, partial: fx.Node, layout: Layout, name: str, origin: str) -> fx.Node: ...
-
-
-def write_end(writer: Writer, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-    """An operation in which a cut ends, given its operands on this rank; the whole value."""
-    names = [declared.name for declared in node.target._schema.arguments]  # type: ignore[union-attr]
-    end = _End(writer, node, {**dict(zip(names, args, strict=False)), **kwargs})
-    match op_name(node):
-        case "aten.embedding.default":
-            return end.look_up()
-        case "aten.cross_entropy_loss.default":
-            return end.loss()
-    raise AssertionError(node)
-
-
-@dataclass(frozen=True)
-class _End:
-    """One operation being written: its operands by name, and where its cut dimension is."""
-
-    writer: Writer
-    node: fx.Node
-    operands: Mapping[str, Any]
-
-    @property
-    def axis(self) -> str:
-        return self.writer.sharded.axis
-
-    @property
-    def made(self) -> Layout:
-        """The layout of what is made: whole, but for a sum that waits or that is scattered."""
-        layout = self.writer.sharded.layouts[self.node.name]
-        assert isinstance(layout, Layout)
-        return layout
-
-    @property
-    def given(self) -> Layout:
-        """The layout of the first operand, which is cut."""
-        return self.writer.sharded.rows[self.node.name][0]
-
-    def start(self, dim: Dim) -> Any:
-        """The first index that a rank holds."""
-        return self.writer.number(lambda coordinate: pieces(dim, coordinate)[0][0])
-
-    def call(self, target: Any, *args: Any, name: str, layout: Layout, origin: str = "", **kwargs: Any) -> fx.Node:
-        return self.writer.add("call_function", target, args, kwargs, f"{self.node.name}{name}", layout, origin)
-
-    def reduced(self, partial: fx.Node, name: str, layout: Layout, origin: str = "", how: Any = ops.reduce.default) -> fx.Node:
-        return self.call(how, partial, self.axis, name=name, layout=layout, origin=origin)
-
-    def look_up(self) -> fx.Node:
-        rows, origin = self.given.dims[0], self.node.name
+    def write(self) -> fx.Node:
+        rows = self.given.dims[0]
         args = (self.operands["weight"], self.operands["indices"], self.start(rows), size_of(rows), argument(self.node, "padding_idx"))
-        if self.made.partial:
-            return self.call(ops.look_up.default, *args, name="", layout=self.made, origin=origin)
-        partial = Layout(whole(*(size_of(dim) for dim in self.made.dims)).dims, (self.axis,))
-        return self.writer.reduced(
-            self.call(ops.look_up.default, *args, name="_partial", layout=partial, origin=origin), self.made, origin, origin
-        )
+        return self.ended(ops.look_up.default, *args)
 
-    # --- the loss: scores [n, classes, …] of which this rank has some classes; row values are [n, 1, …]
 
-    def loss(self) -> fx.Node:
+class Loss(Written):
+    """A cross-entropy of scores [n, classes, …] of which this rank has some classes. Values of rows are [n, 1, …]."""
+
+    def write(self) -> fx.Node:
         scores, target, weight = self.operands["self"], self.operands["target"], self.operands.get("weight")
         each = Layout((self.given.dims[0], whole_dim(1), *self.given.dims[2:]))
-        part, highest = Layout(each.dims, (self.axis,)), Layout(each.dims, (), (self.axis,))
-        held = self.call(aten.detach.default, scores, name="_scores", layout=self.given)
-        held = self.call(aten.amax.default, held, [1], True, name="_max_partial", layout=highest)
-        largest = self.reduced(held, "_max", each, how=ops.reduce_max.default)
+        part = self.part(each)
+        largest = self.largest(self.fixed(scores), [1])
         total = self.call(ops.exp_sum.default, scores, largest, 1, name="_exp_partial", layout=part)
         total = self.reduced(total, "_exp", each)
         log = self.call(aten.log.default, total, name="_log", layout=each)
@@ -175,16 +109,57 @@ class _End:
 
     def summed(self, rows: fx.Node, own: fx.Node | None, ignored: fx.Node, each: Layout) -> fx.Node:
         """The rows' losses as the call wants them, in the type that it has."""
-        kind, given = self.writer.sharded.program.types[self.node.name], self.node.all_input_nodes[0]
-        scores, reduction, origin = self.writer.sharded.program.types[given.name], argument(self.node, "reduction"), self.node.name
-        assert isinstance(kind, TensorType) and isinstance(scores, TensorType)
-        if scores.dtype in (torch.float16, torch.bfloat16):
+        kind, scores, reduction = self.type_of(self.node), self.type_of(self.node.all_input_nodes[0]), argument(self.node, "reduction")
+        if scores.dtype in HALF:
             rows = self.call(aten.to.dtype, rows, kind.dtype, name="_rounded", layout=each)
         if reduction == NONE:
-            return self.call(aten.squeeze.dims, rows, [1], name="", layout=self.made, origin=origin)
+            return self.last(aten.squeeze.dims, rows, [1])
         if reduction != MEAN:
-            return self.call(aten.sum.default, rows, name="", layout=self.made, origin=origin)
-        total = self.call(aten.sum.default, rows, name="_sum", layout=self.made)
+            return self.last(aten.sum.default, rows)
+        return self.last(aten.div.Tensor, self.call(aten.sum.default, rows, name="_sum", layout=Layout(())), self.count(own, ignored, each))
+
+    def count(self, own: fx.Node | None, ignored: fx.Node, each: Layout) -> fx.Node:
+        """What a mean divides by: the weights of all labels."""
         counted = own if own is not None else self.call(aten.logical_not.default, ignored, name="_counted", layout=each)
-        count = self.call(aten.sum.default, counted, name="_count", layout=self.made)
-        return self.call(aten.div.Tensor, total, count, name="", layout=self.made, origin=origin)
+        return self.call(aten.sum.default, counted, name="_count", layout=Layout(()))
+
+
+class Likelihood(Loss):
+    """A negative log-likelihood of log-probabilities: a sum of what each rank has of the labels' own."""
+
+    def write(self) -> fx.Node:
+        logs, target, reduction = self.operands["self"], self.operands["target"], argument(self.node, "reduction")
+        each = self.single([1])
+        part = self.part(each)
+        label = self.call(aten.unsqueeze.default, target, 1, name="_target", layout=each)
+        ignored = self.call(aten.eq.Scalar, label, argument(self.node, "ignore_index"), name="_ignored", layout=each)
+        own = self.weights(self.operands.get("weight"), label, ignored, each)
+        rows = self.call(aten.neg.default, self.picked(logs, label, part), name="_rows", layout=part)
+        rows = rows if own is None else self.call(aten.mul.Tensor, rows, own, name="_weighed", layout=part)
+        rows = self.call(aten.masked_fill.Scalar, rows, ignored, 0.0, name="_kept", layout=part)
+        if reduction == NONE:
+            return self.ended(aten.squeeze.dims, rows, [1])
+        if reduction != MEAN:
+            return self.ended(aten.sum.default, rows)
+        total = self.call(aten.sum.default, rows, name="_sum", layout=self.part(Layout(())))
+        return self.ended(aten.div.Tensor, total, self.count(own, ignored, each))
+
+
+class Probable(Loss):
+    """A cross-entropy with probabilities for labels: a sum over classes, of which each rank adds up its own."""
+
+    def write(self) -> fx.Node:
+        scores, target, weight = self.operands["self"], self.operands["target"], self.operands.get("weight")
+        smoothing, reduction, part = argument(self.node, "label_smoothing"), argument(self.node, "reduction"), self.part(self.single([1]))
+        logs = self.logs(*self.shifted(self.exact(scores, "_float"), [1]), self.single([1]))
+        if smoothing:
+            target = self.call(aten.mul.Tensor, target, 1 - smoothing, name="_sharp", layout=self.given)
+            target = self.call(aten.add.Tensor, target, smoothing / float(size_of(self.given.dims[1])), name="_smooth", layout=self.given)
+        if weight is not None:
+            logs = self.call(aten.mul.Tensor, logs, self.cut_weight(weight), name="_weighed", layout=self.given)
+        rows = self.call(aten.mul.Tensor, logs, target, name="_expected", layout=self.given)
+        rows = self.call(aten.sum.dim_IntList, rows, [1], True, name="_rows", layout=part)
+        rows = self.call(aten.neg.default, self.rounded(rows, "_rounded", part), name="_loss", layout=part)
+        if reduction == NONE:
+            return self.ended(aten.squeeze.dims, rows, [1])
+        return self.ended(aten.mean.default if reduction == MEAN else aten.sum.default, rows)

@@ -13,8 +13,9 @@ from tpcompile.ir import Cone, Kind, Program
 from tpcompile.layout import Dim, Factor, Layout, Open, TensorType, whole_dim
 from tpcompile.passes._aside import aside, follow
 from tpcompile.passes._finer import finer
+from tpcompile.passes._heads import ALWAYS, heads, of_vocabularies, score_ends
 from tpcompile.passes._sums_within import sums_after
-from tpcompile.rules import ENDS, PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, opened, view_op
+from tpcompile.rules import PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, opened, view_op
 
 ATTENDS = ("softmax", "attention")
 """An operation whose name has one of these makes a region attention: its heads are what is cut."""
@@ -44,7 +45,12 @@ def detect(program: Program) -> tuple[Cone, ...]:
                 cones.append(replace(cone, layouts={**cone.layouts, **follow(program, apart, cone.layouts)}))
                 walk = _Walk(program, order, weights, len(cones), seed=walk.finer) if walk.finer else None
         for op, letter, bound in ends(program, node):
-            cones.append(replace(_Walk(program, order, weights, len(cones)).run(op, letter, bound), kind="vocabulary"))
+            cones.append(replace(_Walk(program, order, weights, len(cones), scores=True).run(op, letter, bound), kind="vocabulary"))
+    last, found = heads(program, weights), list[Cone]()
+    for op, letter, bound in score_ends(program, last):
+        cone = _Walk(program, order, weights, len(cones) + len(found), scores=True).run(op, letter, bound)
+        found.append(replace(cone, kind="vocabulary"))
+    cones += of_vocabularies(program, found, last, cones)
     products = {cone.seed for cone in cones if cone.kind != "vocabulary"}
     alone = products.difference(*(cone.columns for cone in cones))
     for op, letter, bound in sums_after(program, alone, products):
@@ -87,7 +93,7 @@ def seeds(program: Program, node: fx.Node, weights: frozenset[fx.Node]) -> Itera
 
 def ends(program: Program, node: fx.Node) -> Iterable[tuple[Op, str, Bound]]:
     """The operation with the dimension that it needs whole, unless a cut ends in it: a table's rows, a loss's classes."""
-    if node.op != "call_function" or op_name(node) not in ENDS:
+    if node.op != "call_function" or op_name(node) not in ALWAYS:
         return
     op = view_op(node, program.types)
     try:
@@ -119,6 +125,7 @@ class _Walk:
     order: Mapping[fx.Node, int]
     weights: frozenset[fx.Node]
     key: int
+    scores: bool = False  # whether it may follow a cut through what works along it
     seed: Dim = ()  # how the contracted dimension is cut; (): it is one factor
     finer: Dim | None = None  # how else it might be, after a stop
     needs: dict[fx.Node, Layout] = field(default_factory=dict)
@@ -194,7 +201,7 @@ class _Walk:
         try:
             if not has_rule(op):
                 raise LayoutError(no_rule(op))
-            ins = backward(op, outs)
+            ins = backward(op, outs, end=self.scores)
             full = forward(op, ins) if node in self.items else [self.needs[node]]
         except LayoutError as error:
             self.stops.append((node.name, str(error)))

@@ -32,10 +32,12 @@ def normalize(program: Program, dropout: str = "local") -> Program:
     before  %y = dropout(%x, 0.1)                         after  %y = dropout(%x, 0.1, %rng_key, 0)
     before  %y = to(%x, float32) : f32 from f32           after  %x
     before  %a, %b = broadcast_tensors(%x, %y)            after  %x, %y
+    before  %y = index(%x, [arange(b), %i])               after  %y = squeeze(gather(%x, 1, unsqueeze(%i, 1)), [1])
     before  %y = view_as(%x, %z), %u = type_as(%x, %z)    after  %y = view(%x, [4, 16]), %u = to(%x, f32)
     """
     draft = Draft(program)
-    passes = (name_sizes, drop_identities, keep_dims, spell_tiles, split_evenly, take_strides, slice_constants, join_slices, name_repeats)
+    first = (name_sizes, drop_identities, keep_dims, spell_tiles, split_evenly, take_strides)
+    passes = (*first, slice_constants, name_entries, join_slices, name_repeats)
     for rewrite in passes:
         for node in list(draft.graph.nodes):
             if node.op == "call_function" and node not in draft.erased:
@@ -206,6 +208,48 @@ def slice_constants(draft: Draft, node: fx.Node) -> None:
         with draft.graph.inserting_before(node):
             args = (source, dims[0], first, first + len(places))
             draft.replace(node, draft.call(aten.slice.Tensor, *args, type=draft.types[node.name], like=node))
+
+
+def name_entries(draft: Draft, node: fx.Node) -> None:
+    """One entry of every row, with all rows counted, is a gather along the last dimension: each row by itself."""
+    if op_name(node) != "aten.index.Tensor":
+        return
+    source, indices = node.all_input_nodes[0], list(argument(node, "indices"))
+    kind, made, last = draft.types[source.name], draft.types[node.name], indices[-1]
+    chosen = draft.types[last.name] if isinstance(last, fx.Node) else None
+    if not isinstance(kind, TensorType) or not isinstance(made, TensorType) or not isinstance(chosen, TensorType):
+        return
+    rows, size = kind.shape[:-1], kind.shape[-1]
+    if len(indices) != len(kind.shape) or not rows or not isinstance(size, int) or chosen != TensorType(torch.int64, rows):
+        return
+    if made.shape != rows or not all(_counts(draft, index, rows, dim) for dim, index in enumerate(indices[:-1])):
+        return
+    wide, held = TensorType(torch.int64, (*rows, 1)), TensorType(kind.dtype, (*rows, 1))
+    with draft.graph.inserting_before(node):
+        below = draft.call(aten.lt.Scalar, last, 0, type=TensorType(torch.bool, rows), like=node)
+        more = draft.call(aten.add.Tensor, last, size, type=chosen, like=node)
+        place = draft.call(aten.where.self, below, more, last, type=chosen, like=node)
+        index = draft.call(aten.unsqueeze.default, place, len(rows), type=wide, like=node)
+        found = draft.call(aten.gather.default, source, len(rows), index, type=held, like=node)
+        draft.replace(node, draft.call(aten.squeeze.dims, found, [len(rows)], type=made, like=node))
+
+
+def _counts(draft: Draft, index: object, rows: tuple[Size, ...], dim: int) -> bool:
+    """Whether an index is all places of a dimension in order, along that dimension of what is indexed.
+
+    Where their number was written as it was at capture, it is the one that it is broadcast with.
+    """
+    kind = draft.types[index.name] if isinstance(index, fx.Node) else None
+    if not isinstance(kind, TensorType) or len(kind.shape) != len(rows) - dim or any(size != 1 for size in kind.shape[1:]):
+        return False
+    count, size = kind.shape[0], rows[dim]
+    if count != size and (not isinstance(count, int) or isinstance(size, int) or count == 1):
+        return False
+    while isinstance(index, fx.Node) and op_name(index) in ("aten.unsqueeze.default", "aten.view.default", "aten.reshape.default"):
+        index = index.args[0]
+    if not isinstance(index, fx.Node) or op_name(index) not in ("aten.arange.default", "aten.arange.start"):
+        return False
+    return op_name(index) == "aten.arange.default" or argument(index, "start") == 0
 
 
 def _origin(node: fx.Node) -> fx.Node:

@@ -32,7 +32,7 @@ from tpcompile.passes import _vocabulary
 from tpcompile.passes._held import held_regions
 from tpcompile.passes._reasons import user_line
 from tpcompile.passes._trim import reads, trimmed
-from tpcompile.rules import ENDS, Op, bind_rule, forward, has_rule, op_name, view_op, wants_of
+from tpcompile.rules import ALONG, ENDS, Op, bind_rule, forward, has_rule, op_name, view_op, wants_of
 
 RANK: Mapping[Kind, int] = {"attention": 0, "vocabulary": 1, "mlp": 2, "linear": 3, "sum": 4, "column": 5, "row": 5}
 """Which region wins where two want the same linear: attention, a vocabulary, then MLP, a bare chain of linears, what ends in a sum."""
@@ -277,7 +277,7 @@ class _Chooser:
                     )
             if wants:
                 outs = layout if isinstance(layout, tuple) else (layout,)
-                made = forward(view_op(node, self.program.types), [want for _, want in wants], outs)
+                made = forward(view_op(node, self.program.types), [want for _, want in wants], outs, end=op_name(node) in ALONG)
                 if not all(fits(a, b) for a, b in zip(made, outs, strict=True)):
                     raise LayoutError(f"{op_name(node)}{self.at(name)} does not keep the cut: {made[0]} and {outs[0]}")
 

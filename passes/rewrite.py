@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from tpcompile.collectives import ops
-from tpcompile.factors import in_steps, reshape
+from tpcompile.factors import LayoutError, in_steps, reshape
 from tpcompile.ir import Local, PerRank, Sharded
 from tpcompile.layout import Cut, Dim, Even, Layout, Size, bounds, cut_factors, local_size, pieces, same, size_of, whole
-from tpcompile.passes._ends import write_end
-from tpcompile.passes._entering import along_positions
+from tpcompile.passes._entering import along_positions, differentiable
 from tpcompile.passes._lengths import symbol_nodes
-from tpcompile.rules import ADDENDS, ENDS, Op, addend, argument, op_name, opened, view_op, wants_of
+from tpcompile.passes._scores import write_along, write_end
+from tpcompile.rules import ADDENDS, ALONG, ENDS, Op, addend, argument, backward, op_name, opened, view_op, wants_of
 
 
 def rewrite(sharded: Sharded) -> Local:
@@ -47,6 +47,7 @@ class _Writer:
         self.origins: dict[str, str] = {}
         self.converted: dict[tuple[str, str, str], fx.Node] = {}
         self.lengths: dict[Size, fx.Node | int] = {}
+        self.flowing = differentiable(sharded.program)
 
     # --- nodes
 
@@ -57,6 +58,8 @@ class _Writer:
         if node.op == "output":
             self.graph.output(fx.map_arg(node.args[0], lambda n: self.whole_value(n, node)))
             return
+        if node in self.values:
+            return
         wants = dict(wants_of(node, self.program.types, self.sharded.layouts, self.sharded.rows))
 
         def take(operand: fx.Node) -> fx.Node:
@@ -65,8 +68,11 @@ class _Writer:
             return self.values[operand] if op_name(node) == "getitem" else self.whole_value(operand, node)
 
         args, kwargs = fx.map_arg(node.args, take), fx.map_arg(node.kwargs, take)
-        if node.name in self.sharded.rows and op_name(node) in ENDS:
-            self.values[node] = write_end(self, node, args, kwargs)
+        if op_name(node) in ENDS and any(want.is_cut for want in self.sharded.rows.get(node.name, ())):
+            self.values |= write_end(self, node, args, kwargs)
+            return
+        if op_name(node) in ALONG and self.cut_along(node):
+            self.values[node] = write_along(self, node, args, kwargs)
             return
         if node.name in self.sharded.rows:
             self.write_row(node, args, kwargs)
@@ -83,6 +89,18 @@ class _Writer:
         source, dim = node.args[0], node.args[1]
         layout = self.sharded.layouts.get(source.name) if isinstance(source, fx.Node) else None
         return isinstance(layout, Layout) and bool(cut_factors(layout.dims[dim]))  # type: ignore[index]
+
+    def cut_along(self, node: fx.Node) -> bool:
+        """Whether an operation works along a dimension that is cut."""
+        layout = self.sharded.layouts[node.name]
+        try:
+            backward(view_op(node, self.program.types), [layout])  # type: ignore[list-item]
+        except LayoutError:
+            return True
+        return False
+
+    def has_gradient(self, node: fx.Node) -> bool:
+        return node.name in self.flowing
 
     def write_row(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A partial sum, reduced unless it is to wait; what a contraction adds to it (a bias) comes after, once."""
@@ -328,6 +346,9 @@ def localize(
             return _repeat(op, writer, wants[op.operands[0]], layout, args, kwargs)
         case "aten.scaled_dot_product_attention.default":
             return _attend(op, writer, wants, args, kwargs)
+        case "aten.one_hot.default" if cut_factors(layout.dims[-1]):
+            starts = writer.number(lambda c: pieces(layout.dims[-1], c)[0][0])
+            return ops.own_one_hot.default, (args[0], starts, _size(writer, layout.dims[-1]), size_of(layout.dims[-1])), {}
         case "tpcompile.dropout.default":
             return op.node.target, (*args[:4], writer.number(lambda coordinate: 1 + coordinate)), kwargs
         case "tpcompile.dropout_at.default":

@@ -11,7 +11,7 @@ from tpcompile.factors import LayoutError, join, reshape
 from tpcompile.ir import Left, Program, Sharded
 from tpcompile.layout import Dim, Even, Factor, Layout, TensorType, cut_factors, fits, same, size_of
 from tpcompile.passes._entering import along_positions, differentiable, entering
-from tpcompile.rules import ENDS, RESHAPES, SUMMED, Op, addend, backward, bind_rule, forward, has_rule, op_name, view_op, wants_of
+from tpcompile.rules import RESHAPES, Op, addend, backward, bind_rule, forward, has_rule, op_name, view_op, wants_of
 
 DEAREST = 3
 """A stretch is cut where the collectives that this adds are at most a third of those that it has anyway."""
@@ -50,6 +50,8 @@ class _Stream:
         self.sharded, self.program = sharded, sharded.program
         self.nodes = sharded.program.nodes()
         self.flowing = differentiable(sharded.program)
+        self.scores = {row for r in sharded.plan.regions if r.kind == "vocabulary" for row in r.rows}
+        self.scores -= {name for name in self.scores if op_name(self.nodes[name]) == "aten.embedding.default"}
         self.rows_of_batch = batch_symbols(sharded.program)
         self.cut: dict[str, Layout] = {}
         self.reasons: dict[str, Left] = {}
@@ -64,7 +66,7 @@ class _Stream:
 
     def start(self, node: fx.Node) -> Layout | None:
         """A reduction's result, cut along its positions."""
-        if op_name(node) in ENDS and op_name(node) not in SUMMED:
+        if node.name in self.scores:
             return None
         kind, layout, added = self.program.types[node.name], self.sharded.layouts[node.name], addend(node)
         if not isinstance(kind, TensorType) or not isinstance(layout, Layout) or not layout.is_whole or node.name not in self.flowing:

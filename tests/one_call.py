@@ -28,7 +28,7 @@ class Operand:
     """A tensor in an example's arguments: random numbers of a kind, the same every time."""
 
     shape: tuple[int, ...]
-    kind: str = "float"  # "single", "positive", "unit", "signs", "fixed", "complex", "bool", "every", "int", or "given"
+    kind: str = "float"  # "single", "positive", "unit", "signs", "equal", "fixed", "complex", "bool", "every", "int", or "given"
     high: int = 2  # for whole numbers
     low: int = 0
     given: tuple[int, ...] = ()
@@ -40,6 +40,8 @@ class Operand:
                 return torch.randint(self.low, self.high, self.shape, generator=generator)
             case "given":
                 return torch.tensor(self.given, dtype=torch.int32)
+            case "equal":
+                return torch.randint(0, 2, self.shape, generator=generator).double()
             case "single":
                 return torch.randn(self.shape, generator=generator)
             case "bool":
@@ -94,6 +96,11 @@ def i(*shape: int, high: int = 2, low: int = 0) -> Operand:
 def ends(*values: int) -> Operand:
     """Where each group of rows ends."""
     return Operand((len(values),), "given", given=values)
+
+
+def equal(*shape: int) -> Operand:
+    """Numbers of which several are the largest."""
+    return Operand(shape, "equal")
 
 
 def single(*shape: int) -> Operand:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from one_call import Example, e, ends, every, f, fixed, i, m, pos, signs, single, unit, z
+from one_call import Example, e, ends, equal, every, f, fixed, i, m, pos, signs, single, unit, z
 
 OVER_PLACES = [e(f(3, 5, 4), i(3, 4, high=5), None, reduction) for reduction in (0, 1, 2)]
 GROUPED = [e(f(2, 9, 7), f(15, 3, 2), f(15), [1], [1], [1], 3), e(f(2, 3, 7), f(6, 1, 2), None, [1], [0], [1], 3)]
@@ -19,6 +19,7 @@ OVER_CLASSES = [
     for smoothing in (0.0, 0.3)
 ]
 PROBABLE = [e(f(3, 5), unit(3, 5), None, reduction, -100, 0.1) for reduction in (0, 1, 2)]
+PROBABLE += [e(f(3, 5, 2), unit(3, 5, 2), fixed(5), reduction) for reduction in (0, 1, 2)]
 PER_ELEMENT = [e(f(3, 4), f(3, 4), reduction) for reduction in (0, 1, 2)]
 
 EXAMPLES: Mapping[str, list[Example]] = {
@@ -29,10 +30,10 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten._softmax.default": [e(f(3, 4), -1, False)],
     "aten._to_copy.default": [e(f(3, 4), dtype=torch.float32)],
     "aten.all.default": [e(m(3, 4))],
-    "aten.amax.default": [e(f(3, 4, 5), [-1]), e(f(3, 4, 5), [0, 2], True)],
+    "aten.amax.default": [e(f(3, 4, 5), [-1]), e(f(3, 4, 5), [0, 2], True), e(equal(6, 5), [1])],
     "aten.amin.default": [e(f(3, 4, 5), [1])],
     "aten.any.default": [e(m(3, 4))],
-    "aten.argmax.default": [e(f(3, 4), -1), e(f(3, 4), 0, True)],
+    "aten.argmax.default": [e(f(3, 4), -1), e(f(3, 4), 0, True), e(equal(6, 5), 1)],
     "aten.argsort.default": [e(f(3, 4)), e(f(3, 4), 0, True)],
     "aten.baddbmm.default": [e(f(3, 4, 6), f(3, 4, 5), f(3, 5, 6)), e(f(6), f(3, 4, 5), f(3, 5, 6)), e(f(1, 4, 6), f(3, 4, 5), f(3, 5, 6))],
     "aten.batch_norm.default": [
@@ -85,7 +86,7 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.expand.default": [e(f(3, 1), [3, 4]), e(f(3, 1), [2, 3, 4]), e(f(3, 4), [2, -1, -1])],
     "aten.expand_as.default": [e(f(3, 1), f(2, 3, 4))],
     "aten.flip.default": [e(f(3, 4, 5), [0, 2])],
-    "aten.gather.default": [e(f(3, 4), 1, i(3, 2, high=4)), e(f(3, 4), 0, i(2, 4, high=3))],
+    "aten.gather.default": [e(f(3, 4), 1, i(3, 2, high=4)), e(f(3, 4), 0, i(2, 4, high=3)), e(f(2, 3, 5), -1, i(2, 3, 1, high=5))],
     "aten.group_norm.default": [e(f(3, 4, 5), 2, f(4), f(4)), e(f(3, 4, 5), 2)],
     "aten.hinge_embedding_loss.default": [e(f(3, 4), signs(3, 4), 1.0, reduction) for reduction in (0, 1, 2)],
     "aten.histc.default": [e(f(3, 4), 5, -2, 2)],
@@ -115,8 +116,8 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.layer_norm.default": [e(f(3, 4), [4], f(4), f(4)), e(f(2, 3, 4), [3, 4], f(3, 4)), e(f(3, 4), [4])],
     "aten.linalg_vector_norm.default": [e(f(3, 4), 2, [-1]), e(f(3, 4), 2, None), e(f(3, 4), 1, [0], True)],
     "aten.linear.default": [e(f(2, 3, 4), f(5, 4), f(5)), e(f(3, 4), f(5, 4)), e(f(4), f(5, 4), f(5))],
-    "aten.log_softmax.int": [e(f(3, 4), -1), e(f(3, 4), 0)],
-    "aten.logsumexp.default": [e(f(3, 4, 5), [1]), e(f(3, 4), [0], True)],
+    "aten.log_softmax.int": [e(f(3, 4), -1), e(f(3, 4), 0), e(single(3, 4), 1, torch.float64)],
+    "aten.logsumexp.default": [e(f(3, 4, 5), [1]), e(f(3, 4), [0], True), e(f(3, 4, 5), [-1, 0])],
     "aten.margin_ranking_loss.default": [e(f(3, 4), f(3, 4), signs(3, 4), 0.1, reduction) for reduction in (0, 1, 2)],
     "aten.masked_fill.Tensor": [e(f(3, 4), m(4), f())],
     "aten.matmul.default": [
@@ -133,9 +134,9 @@ EXAMPLES: Mapping[str, list[Example]] = {
         e(f(3, 4), f(2, 4, 5)),
     ],
     "aten.max.default": [e(f(3, 4))],
-    "aten.max.dim": [e(f(3, 4), -1), e(f(3, 4), 0, True)],
-    "aten.mean.default": [e(f(3, 4))],
-    "aten.mean.dim": [e(f(3, 4, 5), [-1]), e(f(3, 4, 5), [0, 1], True)],
+    "aten.max.dim": [e(f(3, 4), -1), e(f(3, 4), 0, True), e(equal(6, 5), 1)],
+    "aten.mean.default": [e(f(3, 4)), e(f(2, 3, 4))],
+    "aten.mean.dim": [e(f(3, 4, 5), [-1]), e(f(3, 4, 5), [0, 1], True), e(single(3, 4), [1], dtype=torch.float64)],
     "aten.min.default": [e(f(3, 4))],
     "aten.min.dim": [e(f(3, 4), 1)],
     "aten.mm.default": [e(f(3, 4), f(4, 5))],
@@ -147,9 +148,12 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.new_zeros.default": [e(f(3, 4), [3, 4])],
     "aten.mT.default": [e(f(2, 3, 4)), e(f(3, 4))],
     "aten.mv.default": [e(f(3, 4), f(4))],
-    "aten.nll_loss_nd.default": [e(f(3, 5), i(3, high=5), fixed(5), 0), e(f(3, 5, 4), i(3, 4, high=5), None, 0), e(f(3, 5), i(3, high=5))],
+    "aten.nll_loss_nd.default": [
+        e(f(3, 5, 4), i(3, 4, high=5), None, 0),
+        *(e(f(6, 5), i(6, high=5), weight, reduction, 2) for weight in (None, fixed(5)) for reduction in (0, 1, 2)),
+    ],
     "aten.numpy_T.default": [e(f(2, 3, 4))],
-    "aten.one_hot.default": [e(i(3, 2, high=4), 5)],
+    "aten.one_hot.default": [e(i(3, 2, high=4), 5), e(i(4, high=5), 5)],
     "aten.outer.default": [e(f(3), f(4))],
     "aten.pad.default": [
         e(f(3, 4, 5), [1, 2]),
@@ -176,7 +180,7 @@ EXAMPLES: Mapping[str, list[Example]] = {
         e(f(3, 5), f(6, 5), f(6, 5)),
     ],
     "aten.scatter.src": [e(f(3, 4), 1, i(3, 1, high=4), f(3, 1)), e(f(3, 4), 0, i(1, 4, high=3), f(1, 4))],
-    "aten.scatter.value": [e(f(3, 4), 1, i(3, 2, high=4), 2.0)],
+    "aten.scatter.value": [e(f(3, 4), 1, i(3, 2, high=4), 2.0), e(f(3, 4), 0, i(2, 4, high=3), 0)],
     "aten.scatter_add.default": [e(f(3, 4), 1, i(3, 6, high=4), f(3, 6))],
     "aten.scatter_reduce.two": [
         e(f(3, 4), 1, i(3, 6, high=4), f(3, 6), "amin"),
@@ -188,7 +192,7 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.slice_scatter.default": [e(f(3, 4), f(3, 2), 1, 1, 3), e(f(3, 4), f(2, 4), 0, 0, 2)],
     "aten.smooth_l1_loss.default": PER_ELEMENT,
     "aten.soft_margin_loss.default": [e(f(3, 4), signs(3, 4), reduction) for reduction in (0, 1, 2)],
-    "aten.softmax.int": [e(f(3, 4), -1), e(f(3, 4), 0)],
+    "aten.softmax.int": [e(f(3, 4), -1), e(f(3, 4), 0), e(single(3, 4), 1, torch.float64)],
     "aten.sort.default": [e(f(3, 4))],
     "aten.stack.default": [e([f(3, 4), f(3, 4)]), e([f(3, 4), f(3, 4), f(3, 4)], -1), e([f(3, 4), f(3, 4)], 1)],
     "aten.sum.default": [e(f(3, 4)), e(f(3))],

@@ -15,6 +15,7 @@ from rule_examples import EXAMPLES, POINTWISE_SAMPLES
 from tpcompile.factors import LayoutError, reshape
 from tpcompile.layout import Dim, Factor, Layout, Open, same, size_of, whole_dim
 from tpcompile.rules import (
+    ALONG,
     ENDS,
     JOINS,
     PARTED,
@@ -121,18 +122,18 @@ def adds_up(call: Call, op: Op, bound: Bound, letter: str) -> None:
         call.agrees(call.sharded(outs, wants, given=given, row=True))
 
 
+ELEMENTS = ("aten.kl_div.default", "aten.mse_loss.default")
+"""Losses of elements: without a reduction there is nothing to end."""
+
+
 @pytest.mark.parametrize(("name", "example"), examples(sorted(ENDS)))
 def test_where_a_cut_ends(name: str, example: Example) -> None:
     """What an operation needs whole is cut after all, and rewrite writes out what it is on pieces."""
     call = Call.of(name, example)
     op, ordinary = call.op, bind_rule(call.op)
-    if name == "aten.cross_entropy_loss.default" and op.ins[1].dtype.is_floating_point:
-        with pytest.raises(LayoutError, match="probabilities for labels"):
-            bind_rule(op, end=True)
-        return
     bound = bind_rule(op, end=True)
     ended = [letter for letter in bound.sizes if letter in ordinary.never - bound.never]
-    assert ended
+    assert ended or (name in ELEMENTS and op.argument("reduction") == 0)
     for letter in ended:
         wants = ins_cut(op, bound, letter)
         outs = [Layout(layout.dims) for layout in forward(op, wants, end=True)]
@@ -140,6 +141,25 @@ def test_where_a_cut_ends(name: str, example: Example) -> None:
             forward(op, wants)
         for given in (True, False):
             call.agrees(call.sharded(outs, wants, given=given, row=True))
+
+
+@pytest.mark.parametrize(("name", "example"), examples(sorted(ALONG)))
+def test_along_a_cut_dimension(name: str, example: Example) -> None:
+    """What an operation works along is cut, and stays so; elsewhere it is refused."""
+    call = Call.of(name, example)
+    op, ordinary, bound = call.op, bind_rule(call.op), bind_rule(call.op, end=True)
+    free = [letter for letter in bound.sizes if letter not in bound.never]
+    along = [letter for letter in free if letter in ordinary.never or letter not in ordinary.sizes]
+    assert along
+    for letter in free:
+        outs = outs_cut(op, bound, letter)
+        wants = backward(op, outs, end=True)
+        assert all(same(a, b) for a, b in zip(forward(op, wants, end=True), outs, strict=True))
+        for given in (True, False):
+            call.agrees(call.sharded(outs, wants, given=given))
+    for letter in along:
+        with pytest.raises(LayoutError, match="needs this dimension whole"):
+            backward(op, outs_cut(op, bound, letter))
 
 
 @pytest.mark.parametrize(("name", "example"), examples(sorted(RULES)))

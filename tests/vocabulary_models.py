@@ -109,7 +109,7 @@ def words(name: str) -> tuple[nn.Module, Batch]:
     rows = batch()
     if "another" in name:
         rows["labels"] = rows["labels"].masked_fill(rows["labels"] == -100, 32)
-    return LOSSES[name]().double().train(), rows
+    return {**LOSSES, **HANDWRITTEN}[name]().double().train(), rows
 
 
 def next_token(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -166,3 +166,160 @@ def transformer(name: str) -> tuple[nn.Module, Batch, Callable[..., Tensor] | No
     if name in ("llama tied", "llama untied", "gpt2"):
         return model, {"input_ids": rows["input_ids"], "targets": rows["labels"]}, next_token
     return model, rows, None
+
+
+# --- losses written by hand ------------------------------------------------------------------------------------------
+
+
+Loss = Callable[[Words, Tensor, Tensor], Tensor]
+
+
+def kept_mean(each: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the tokens that have a label."""
+    kept = labels != -100
+    return each.masked_fill(~kept, 0.0).sum() / kept.sum()
+
+
+def z_loss(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+    return loss + 1e-2 * kept_mean(scores.logsumexp(-1).square(), labels)
+
+
+def nll(reduction: str, **settings: Any) -> Loss:
+    def loss(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+        return F.nll_loss(F.log_softmax(scores, -1).flatten(0, 1), labels.flatten(), reduction=reduction, **settings)
+
+    return loss
+
+
+def nll_weighed(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(scores, -1).transpose(1, 2), labels, weight=model.weights)  # type: ignore[arg-type]
+
+
+def gathered_logs(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    picked = scores.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -kept_mean(picked, labels)
+
+
+def gathered_scores(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """Shifted by one, as language models are."""
+    scores, labels = scores[:, :-1], labels[:, 1:]
+    picked = torch.gather(scores, 2, labels.clamp(min=0)[..., None])[..., 0]
+    return kept_mean(scores.logsumexp(-1) - picked, labels)
+
+
+def indexed_logs(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    logs, wanted = scores.flatten(0, 1).log_softmax(1), labels.flatten()
+    return -kept_mean(logs[torch.arange(wanted.shape[0]), wanted.clamp(min=0)], wanted)
+
+
+def one_hot(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    wanted = F.one_hot(labels.clamp(min=0), VOCABULARY).to(scores.dtype)
+    return kept_mean(-(wanted * F.log_softmax(scores, dim=-1)).sum(-1), labels)
+
+
+def compared(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """A one-hot vector by comparison with all words."""
+    wanted = labels.unsqueeze(-1) == torch.arange(VOCABULARY)
+    return kept_mean(-torch.where(wanted, scores.log_softmax(-1), 0.0).sum(-1), labels)
+
+
+def log_of_softmax(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    odds = torch.softmax(scores, -1)
+    return -kept_mean(odds.log().gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1), labels)
+
+
+def smoothed_by_hand(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    logs = scores.log_softmax(-1)
+    sharp = -logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return kept_mean(0.9 * sharp - 0.1 * logs.mean(-1), labels)
+
+
+def smoothed_by_sum(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """As transformers' label smoother has it."""
+    logs, ignored = -F.log_softmax(scores, dim=-1), labels.eq(-100).unsqueeze(-1)
+    sharp = logs.gather(dim=-1, index=labels.clamp(min=0).unsqueeze(-1)).masked_fill(ignored, 0.0)
+    smooth = logs.sum(dim=-1, keepdim=True).masked_fill(ignored, 0.0)
+    count = (~ignored).sum()
+    return 0.9 * sharp.sum() / count + 0.1 * smooth.sum() / (count * VOCABULARY)
+
+
+def steady(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """logsumexp by hand, the gradient of the largest score included."""
+    top = scores.max(-1, keepdim=True).values
+    logs = scores - top - (scores - top).exp().sum(-1, keepdim=True).log()
+    return -kept_mean(logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0], labels)
+
+
+def steady_amax(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    top = scores.amax(-1, keepdim=True)
+    powers = torch.exp(scores - top)
+    odds = powers / powers.sum(-1, keepdim=True)
+    return -kept_mean(odds.gather(-1, labels.clamp(min=0)[..., None])[..., 0].log(), labels) + 0.1 * kept_mean(top[..., 0].square(), labels)
+
+
+def entropy(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    logs = scores.log_softmax(-1)
+    loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+    return loss - 0.1 * kept_mean(-(logs.exp() * logs).sum(-1), labels)
+
+
+def entropy_of_softmax(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    return kept_mean((scores.softmax(-1) * scores.log_softmax(-1)).sum(-1), labels)
+
+
+def divergence(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """From a teacher's probabilities, which every rank has."""
+    teacher = (model.weights * (1 + labels.clamp(min=0)).unsqueeze(-1)).to(scores.dtype).sin().softmax(-1)  # type: ignore[operator]
+    return F.kl_div(F.log_softmax(scores / 2, -1), teacher, reduction="sum") / (labels != -100).sum()
+
+
+def divergence_of_each(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    teacher = (model.weights * (1 + labels.clamp(min=0)).unsqueeze(-1)).to(scores.dtype).sin().log_softmax(-1)  # type: ignore[operator]
+    each = F.kl_div(F.log_softmax(scores, -1), teacher, reduction="none", log_target=True).sum(-1)
+    return kept_mean(each, labels)
+
+
+def squared(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """Distance from a teacher's scores, beside the likelihood of the labels."""
+    teacher = (model.weights * (1 + labels.clamp(min=0)).unsqueeze(-1)).to(scores.dtype).cos()  # type: ignore[operator]
+    return F.mse_loss(scores, teacher) + nll("mean")(model, scores, labels)
+
+
+def probable(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """Probabilities for labels, two words for each token."""
+    first = F.one_hot(labels.clamp(min=0), VOCABULARY)
+    mixed = (0.7 * first + 0.3 * first.roll(1, 1)).to(scores.dtype)
+    return F.cross_entropy(scores.flatten(0, 1), mixed.flatten(0, 1), label_smoothing=0.1)
+
+
+def unlikely(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy, and the likelihood of what was not said pushed down."""
+    odds = scores.softmax(-1)
+    wrong = odds.gather(-1, labels.roll(1, 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten()) - kept_mean(torch.log1p(-wrong), labels)
+
+
+HANDWRITTEN: Mapping[str, Callable[[], Words]] = {
+    "z-loss": lambda: Words(z_loss),
+    "nll": lambda: Words(nll("mean")),
+    "nll, sum": lambda: Words(nll("sum"), tied=False, bias=True),
+    "nll, weighed": lambda: Words(nll_weighed),
+    "gathered logs": lambda: Words(gathered_logs),
+    "gathered scores": lambda: Words(gathered_scores, tied=False),
+    "indexed logs": lambda: Words(indexed_logs),
+    "one-hot": lambda: Words(one_hot),
+    "compared": lambda: Words(compared),
+    "log of softmax": lambda: Words(log_of_softmax),
+    "smoothed by hand": lambda: Words(smoothed_by_hand),
+    "smoothed by sum": lambda: Words(smoothed_by_sum, bias=True),
+    "steady": lambda: Words(steady),
+    "steady amax": lambda: Words(steady_amax),
+    "entropy": lambda: Words(entropy),
+    "entropy of softmax": lambda: Words(entropy_of_softmax),
+    "divergence": lambda: Words(divergence),
+    "divergence of each": lambda: Words(divergence_of_each),
+    "squared": lambda: Words(squared),
+    "probable": lambda: Words(probable),
+    "unlikely": lambda: Words(unlikely),
+}

@@ -178,20 +178,22 @@ def index_selected(op: Op) -> str:
     return f"{letters(op, 0, never=(dim,))}, Y -> {' '.join([*names[:dim], 'Y', *names[dim + 1 :]])}"
 
 
-def gathered(op: Op) -> str:
+def gathered(op: Op, *, cut: bool = False) -> str:
+    """Entries along one dimension, which stays whole unless a `cut` of it ends here."""
     dim = op.dims("dim")[0]
     index = " ".join("Y!" if d == dim else n for d, n in enumerate(letters(op, 0).split()))
     if any(a != b for d, (a, b) in enumerate(zip(op.ins[0].shape, op.ins[1].shape, strict=True)) if d != dim):
         raise LayoutError("a gather that shortens another dimension")
-    return f"{letters(op, 0, never=(dim,))}, {index} -> {index.replace('!', '')}"
+    return f"{letters(op, 0, never=() if cut else (dim,))}, {index} -> {index.replace('!', '')}"
 
 
-def scattered(op: Op) -> str:
-    """Writes along one dimension, at places that each line along it has of its own."""
+def scattered(op: Op, *, cut: bool = False) -> str:
+    """Writes along one dimension, at places that each line along it has of its own; where it is `cut`, at those that a rank holds."""
     dim = op.dims("dim")[0]
     if any(kind.shape[:dim] + kind.shape[dim + 1 :] != op.ins[0].shape[:dim] + op.ins[0].shape[dim + 1 :] for kind in op.ins[1:]):
         raise LayoutError("a scatter that shortens another dimension")
     texts = [" ".join(f"Y{i}!" if d == dim else n for d, n in enumerate(letters(op, 0).split())) for i in range(len(op.ins))]
+    texts[0] = letters(op, 0) if cut else texts[0]
     return f"{', '.join(texts)} -> {texts[0]}"
 
 
@@ -291,8 +293,6 @@ def cross_entropy(op: Op, *, cut: bool = False) -> str:
     probabilities = op.ins[1].dtype.is_floating_point
     if op.rank(0) < 2 or op.rank(1) != op.rank(0) - (not probabilities):
         raise LayoutError("a cross-entropy of labels that are not one for each row of [rows, classes, …]")
-    if cut and probabilities:
-        raise LayoutError("a cross-entropy with probabilities for labels")
     names = [letter for letter in letters(op, 0).split() if letter != "b"]
     scores = [names[0], "b" if cut else "b!", *names[1:]]
     weight = (", *" if cut else ", b!") * (len(op.ins) - 2)
@@ -306,6 +306,24 @@ def loss(op: Op, text: str) -> str:
     ins, out = text.split("->")
     parts = [" ".join(f"{word}!" if word in out.split() else word for word in part.split()) for part in ins.split(",")]
     return f"{', '.join(parts)} ->"
+
+
+def added_up(op: Op) -> str:
+    """A loss of elements, by its `reduction`: a sum of all elements, whichever of them a rank has."""
+    text = elements(op)
+    return text if op.argument("reduction", 1) == 0 else f"{text.split('->')[0]}->"
+
+
+def normalized(op: Op) -> str:
+    """Along a dimension that may be cut: each element by what all of them add up to."""
+    return f"{letters(op, 0)} -> {letters(op, 0)}"
+
+
+def highest(op: Op) -> str:
+    """The place of the largest element along a dimension of which each rank has a part."""
+    if op.argument("dim") is None:
+        raise LayoutError("a place among all elements")
+    return reduced(op)
 
 
 def looked_up(op: Op) -> str:

@@ -10,9 +10,9 @@ A rule names each dimension of each tensor operand by a letter, as in `"... k, n
     z     a letter that no output has is contracted: cut, it leaves a partial sum
 
 An operand's dimension of size one where the letter is longer is broadcast, hence whole. A row whose value is a function computes its text
-from the operation's arguments. In `ENDS` stand operations that a cut can end in though they are no sums of what the pieces give: rewrite
-writes them out. Views are no products of letters: `RESHAPES` go through `factors.reshape`; `SPLITS` and `JOINS` (concatenations) through
-`rule_parts`.
+from the operation's arguments. In `ENDS` stand operations that a cut can end in though they are no sums of what the pieces give, in
+`ALONG` those that a cut can go through along the dimension that they work on: rewrite writes them out. Views are no products of letters:
+`RESHAPES` go through `factors.reshape`; `SPLITS` and `JOINS` (concatenations) through `rule_parts`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from tpcompile.operation import view_op as view_op
 from tpcompile.rule_parts import joined, split, unjoined, unsplit
 from tpcompile.rule_parts import opened as opened
 from tpcompile.rule_texts import (
+    added_up,
     along,
     attention,
     batch_normed,
@@ -49,6 +50,7 @@ from tpcompile.rule_texts import (
     elements,
     exchanged,
     gathered,
+    highest,
     index_selected,
     indexed,
     last,
@@ -56,6 +58,7 @@ from tpcompile.rule_texts import (
     looked_up,
     loss,
     moved,
+    normalized,
     normed,
     padded,
     parted,
@@ -172,7 +175,7 @@ RULES: Mapping[str, Rule] = {
     "aten.new_zeros.default": lambda op: created(op),
     "aten.nll_loss_nd.default": lambda op: loss(op, cross_entropy(op)),
     "aten.numpy_T.default": lambda op: permuted(op, list(reversed(range(op.rank(0))))),
-    "aten.one_hot.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} Z!",
+    "aten.one_hot.default": lambda op: f"{letters(op, 0)} -> {letters(op, 0)} Z",
     "aten.outer.default": "m, n -> m n",
     "aten.pad.default": lambda op: padded(op),
     "aten.permute.default": lambda op: permuted(op, op.dims("dims")),
@@ -230,14 +233,34 @@ RULES: Mapping[str, Rule] = {
 
 
 ENDS: Mapping[str, Rule] = {
+    "aten.amax.default": lambda op: reduced(op),
+    "aten.argmax.default": lambda op: highest(op),
     "aten.cross_entropy_loss.default": lambda op: loss(op, cross_entropy(op, cut=True)),
     "aten.embedding.default": lambda op: looked_up(op),
+    "aten.gather.default": lambda op: gathered(op, cut=True),
+    "aten.kl_div.default": lambda op: added_up(op),
+    "aten.logsumexp.default": lambda op: reduced(op),
+    "aten.max.dim": lambda op: reduced(op, outputs=2),
+    "aten.mean.default": lambda op: f"{letters(op, 0)} ->",
+    "aten.mean.dim": lambda op: reduced(op),
+    "aten.mse_loss.default": lambda op: added_up(op),
+    "aten.nll_loss_nd.default": lambda op: loss(op, cross_entropy(op, cut=True)),
 }
 """Operations that a cut can end in, though on pieces they are other operations: a look-up in a table whose rows are cut, a loss of cut
-scores. Here a `!` is missing: that letter is contracted, and small reductions make the value whole."""
+scores, the largest of them. Here a `!` is missing: that letter is contracted, and small reductions make the value whole."""
 
-SUMMED = aten_names("embedding.default")
+SUMMED = aten_names("embedding.default gather.default kl_div.default mean.default mean.dim mse_loss.default nll_loss_nd.default")
 """Those in `ENDS` that are a sum of what each rank makes of its piece; it may wait for its reduction as any partial sum."""
+
+ALONG: Mapping[str, Rule] = {
+    "aten._log_softmax.default": lambda op: normalized(op),
+    "aten._softmax.default": lambda op: normalized(op),
+    "aten.log_softmax.int": lambda op: normalized(op),
+    "aten.scatter.value": lambda op: scattered(op, cut=True),
+    "aten.softmax.int": lambda op: normalized(op),
+}
+"""Operations that work along a cut dimension with small reductions of their own, and leave it cut. Only scores are cut so: attention's
+and all others' softmax stays within a rank."""
 
 
 POINTWISE = aten_names(
@@ -293,7 +316,7 @@ def _tokens(text: str) -> tuple[Token, ...]:
 
 def rule_text(op: Op, end: bool = False) -> str:
     """The rule of an operation as text, or as a cut ends there. Raises LayoutError with the reason when there is none."""
-    rule = ENDS.get(op.name, RULES.get(op.name)) if end else RULES.get(op.name)
+    rule = (ENDS.get(op.name) or ALONG.get(op.name) if end else None) or RULES.get(op.name)
     if rule is None and is_pointwise(op):
         return ", ".join(["..."] * len(op.ins)) + " -> " + ", ".join(["..."] * len(op.outs))
     if rule is None and (way := kept(op.node.target)) is not None:
@@ -387,12 +410,13 @@ def _spell(tokens: tuple[Token, ...], kind: TensorType) -> tuple[Token, ...]:
     return tokens[:at] + tuple(Token(f".{leading - d}") for d in range(leading)) + tokens[at + 1 :]
 
 
-def backward(op: Op, outs: Sequence[Layout | None]) -> list[Layout]:
+def backward(op: Op, outs: Sequence[Layout | None], *, end: bool = False) -> list[Layout]:
     """What layouts the operands must have for the outputs to have these; None for an output that nobody needs cut.
 
+    With `end`, operations in `ALONG` may be cut along their dimension.
     Raises LayoutError when the operation cannot work on pieces like that, or would need one value in two layouts.
     """
-    return _in_one_way(op, _needed(op, outs))
+    return _in_one_way(op, _needed(op, outs, end))
 
 
 def _in_one_way(op: Op, ins: Sequence[Layout]) -> list[Layout]:
@@ -404,7 +428,7 @@ def _in_one_way(op: Op, ins: Sequence[Layout]) -> list[Layout]:
     return list(ins)
 
 
-def _needed(op: Op, outs: Sequence[Layout | None]) -> list[Layout]:
+def _needed(op: Op, outs: Sequence[Layout | None], end: bool) -> list[Layout]:
     if op.name in RESHAPES:
         return [reshape(_only(outs), op.ins[0].shape)] + [whole(*kind.shape) for kind in op.ins[1:]]
     if op.name in SPLITS:
@@ -416,12 +440,14 @@ def _needed(op: Op, outs: Sequence[Layout | None]) -> list[Layout]:
     if (apart := opened(op)) is not op:
         ins = backward(apart, [layout and reshape(layout, kind.shape) for layout, kind in zip(outs, apart.outs, strict=True)])
         return [reshape(layout, kind.shape) for layout, kind in zip(ins, op.ins, strict=True)]
-    bound = bind_rule(op)
+    bound = bind_rule(op, end and op.name in ALONG)
     dims: dict[str, Dim] = {}
     for tokens, layout in zip(bound.outs, outs, strict=True):
         for token, dim in zip(tokens, layout.dims, strict=True) if layout else ():
             if cut_factors(dim):
                 _allow(op, bound, token.letter)
+                if end and op.name in ALONG:
+                    _apart(dim)
             dims[token.letter] = join(dims[token.letter], dim) if token.letter in dims else dim
     return [
         Layout(tuple(_operand_dim(token, size, dims, bound) for token, size in zip(tokens, kind.shape, strict=True)))
@@ -458,6 +484,12 @@ LIMITS: Mapping[str, Callable[[Layout], None]] = {"tpcompile.dropout.default": _
 def _allow(op: Op, bound: Bound, letter: str) -> None:
     if letter in bound.never:
         raise LayoutError(f"{op.name} needs this dimension whole")
+
+
+def _apart(dim: Dim) -> None:
+    for cut in (factor.cut for factor in cut_factors(dim)):
+        if (isinstance(cut, Cut) and cut.overlaps) or (isinstance(cut, Open) and cut.shared):
+            raise LayoutError("a sum over pieces that overlap")
 
 
 def _operand_dim(token: Token, size: Size, dims: Mapping[str, Dim], bound: Bound) -> Dim:
@@ -595,4 +627,4 @@ def wants_of(
     if not any(layout.is_cut for layout in outs):
         return []
     op = view_op(node, types)
-    return list(zip(op.operands, backward(op, outs), strict=True))
+    return list(zip(op.operands, backward(op, outs, end=True), strict=True))

@@ -21,7 +21,7 @@ from tpcompile.laws.wiring import check_wiring
 from tpcompile.layout import Cut, Dim, Even, Layout, TensorType, cut_factors, fits, same, size_of, whole_dim
 from tpcompile.linear import is_linear
 from tpcompile.operation import Op
-from tpcompile.rules import forward, op_name, view_op, wants_of
+from tpcompile.rules import ALONG, forward, op_name, view_op, wants_of
 from tpcompile.timeline import Step
 
 Value = TypeVar("Value", Program, Sharded, Local, Stage, Step)
@@ -117,7 +117,7 @@ def _check_sharded(sharded: Sharded) -> None:
                 continue
             ins = sharded.rows.get(node.name, [want for _, want in wants])
             expected = list(declared) if isinstance(declared, tuple) else [declared]
-            made = forward(view_op(node, program.types), ins, expected, end=node.name in sharded.rows)
+            made = forward(view_op(node, program.types), ins, expected, end=node.name in sharded.rows or op_name(node) in ALONG)
         except LayoutError as error:
             raise _broken(sharded, node, str(error)) from None
         if node.name in sharded.rows:

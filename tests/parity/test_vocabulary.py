@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vocabulary_models import LOSSES, MODELS, VOCABULARY, transformer, words
+from vocabulary_models import HANDWRITTEN, LOSSES, MODELS, VOCABULARY, transformer, words
 
 import tpcompile
 from tpcompile.layout import Layout
@@ -147,3 +147,15 @@ def test_layouts_in_the_program() -> None:
         and any(str(dim) == str(VOCABULARY) for dim in str(layout)[1:].split("]")[0].split(", "))
     ]
     assert whole == []
+
+
+# --- losses written by hand ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=4"])
+@pytest.mark.parametrize("name", HANDWRITTEN)
+def test_losses_by_hand(name: str, mesh: str) -> None:
+    """The head is cut in all of them, and what is added up for a row is what one device adds up."""
+    model, rows = words(name)
+    report = tpcompile.check(model, mesh, rows, microbatches=2)
+    assert report.ok and report.tolerance.gradient == 1e-9, f"\n{report}"

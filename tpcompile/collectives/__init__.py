@@ -20,6 +20,9 @@ Every operator names its group by a string: the name of a torch process group, s
     exp_sum       own part of Σ exp(x - max)    of the own part                 a loss of cut scores
     look_up       own rows, zeros for others'   of the own rows                 a table whose rows are cut
     own_entries   own entries, zeros for others'  of the own entries            a loss of cut scores
+    own_one_hot   own columns of a one-hot      nothing                         labels beside cut scores
+    own_place     own place of the largest      none                            the place of the largest of cut scores
+    own_scatter   a number at own places        of what is left                 labels beside cut scores
     uniform       numbers by elements' places   nothing                         random numbers of the model
 
 What each hands to the process group, and how many bytes, is a row of `COLLECTIVES` (`tpcompile.collectives.table`).
@@ -62,13 +65,13 @@ from tpcompile.collectives.positions import define as define_positions
 from tpcompile.collectives.positions import piece
 from tpcompile.collectives.regather import define as define_regather
 from tpcompile.collectives.table import COLLECTIVES, RING, Collective, Message
-from tpcompile.collectives.vocabulary import exp_sum, look_up, own_entries
+from tpcompile.collectives.vocabulary import exp_sum, look_up, own_entries, own_one_hot, own_place, own_scatter
 from tpcompile.errors import Refused
 
 __all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "enter_later", "exp_sum"]
 __all__ += ["finalize", "gather", "held_by", "holders", "length", "local_slice", "look_up", "mix", "ops", "overlap", "own_entries"]
 __all__ += ["DIGITS", "OWN", "pick", "piece", "place", "postponed", "reduce", "reduce_max", "shared", "spread", "take", "unbound"]
-__all__ += ["uniform"]
+__all__ += ["own_one_hot", "own_place", "own_scatter", "uniform"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter

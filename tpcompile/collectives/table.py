@@ -101,6 +101,9 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         "local_slice": Collective(),
         "look_up": Collective(),
         "own_entries": Collective(),
+        "own_one_hot": Collective(differentiable=False),
+        "own_place": Collective(differentiable=False),
+        "own_scatter": Collective(),
         "reduce": Collective(forward=(Message("all_reduce", everything),)),
         "seq_gather": Collective((Message("all_gather", positions),), (Message("reduce_scatter", padded),)),
         "seq_linear": Collective(

@@ -20,7 +20,7 @@ from tpcompile.runtime.data_parallel import average_rest, check_gradients, distr
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
 from tpcompile.runtime.shared import SharedWeights, follow, join
-from tpcompile.runtime.stage import RankRoot, Root, root_of
+from tpcompile.runtime.stage import RankRoot, root_of
 from tpcompile.runtime.summed import summed_once
 from tpcompile.runtime.units import units
 from tpcompile.schedules import place_of
