@@ -23,6 +23,7 @@ LAYERS = (
     ("ir",),
     ("text", "gradients", "halves", "schedules"),
     ("messages",),
+    ("sharing",),
     ("timeline",),
     ("laws",),
     ("verify", "cost"),

@@ -29,6 +29,7 @@ def test_two_replicas(mode: str, replica: int, expected: Memory) -> None:
 def test_a_pipeline_holds_whole_gradients_until_its_end(mode: str) -> None:
     found = memory(ALL, mode, 2, pipeline=True)
     assert (found.gathered, found.unreduced) == (116 if mode in ("zero2", "zero3") else 0, 104)
+    assert memory(ALL, mode, 2, microbatches=2).unreduced == (104 if mode in ("zero2", "zero3") else 0)
     assert memory(ALL, mode, 1) == Memory(116, 104, 208, 0, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,11 @@ class Case:
     mesh: str
     schedule: str = "1f1b"
     microbatches: int | None = None
+    data_parallel: str = "ddp"
 
     def __str__(self) -> str:
-        return f"{self.model} {self.mesh} {self.schedule}" + (f" m={self.microbatches}" if self.microbatches else "")
+        mode = f" {self.data_parallel}" if self.data_parallel != "ddp" else ""
+        return f"{self.model} {self.mesh} {self.schedule}" + (f" m={self.microbatches}" if self.microbatches else "") + mode
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Traffic:
 def step(case: Case) -> Traffic:
     """The third step: what torch's engines set up in the first two is done."""
     model, batch, loss = made(case.model)
-    compiled = tpcompile.compile(model, case.mesh, batch, loss=loss, schedule=case.schedule, microbatches=case.microbatches)
+    settings: dict[str, Any] = {"microbatches": case.microbatches, "data_parallel": case.data_parallel}
+    compiled = tpcompile.compile(model, case.mesh, batch, loss=loss, schedule=case.schedule, **settings)
     for _ in range(2):
         compiled.train_step(**batch)
     calls, rank = recorded.calls(), dist.get_rank()

@@ -24,6 +24,7 @@ from tpcompile.mesh import Mesh
 from tpcompile.messages import stage_messages
 from tpcompile.passes._dropout import drops
 from tpcompile.passes._parts import arrange
+from tpcompile.passes._units import units
 from tpcompile.passes.capture import capture, other_path
 from tpcompile.passes.delay import delay
 from tpcompile.passes.detect import detect
@@ -205,9 +206,11 @@ def lower_captured(
 def step_of(local: Local, stages: tuple[Stage, ...], mesh: Mesh, options: Options, sizes: Mapping[Symbol, int]) -> timeline.Step:
     """What the ranks of every stage say to each other in a step, in the order in which the emitted modules run."""
     paths = {name: source.path for name, source in local.program.sources.items()}
-    orders = [[node.name for part in arrange(stage, paths, local.program.layers) for node in part.nodes] for stage in stages]
+    parts = [arrange(stage, paths, local.program.layers) for stage in stages]
+    orders = [[node.name for part in own for node in part.nodes] for own in parts]
     messages = tuple(stage_messages(local, stage, order) for stage, order in zip(stages, orders, strict=True))
-    return timeline.Step(mesh, options.schedule, options.microbatches, local, stages, messages, sizes)
+    layers = tuple(units(stage, local.program, own) for stage, own in zip(stages, parts, strict=True))
+    return timeline.Step(mesh, options.schedule, options.microbatches, local, stages, messages, sizes, options.data_parallel, layers)
 
 
 def _refuse_random(program: Program, mesh: Mesh) -> None:

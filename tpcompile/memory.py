@@ -5,13 +5,13 @@ With Ψ the elements of the rank's parameters, w their bytes each, k the optimiz
             parameters     gradients      optimizer      gathered besides, in a step       whole gradients besides, in a step
     ddp     w Ψ            w Ψ            k w Ψ          –                                 – ; pp > 1: w Ψ
     zero1   w Ψ            w Ψ            k w Ψ / n      –                                 – ; pp > 1: w Ψ
-    zero2   w Ψ / n        w Ψ / n        k w Ψ / n      w Ψ                               those of two units; pp > 1: w Ψ
-    zero3   w Ψ / n        w Ψ / n        k w Ψ / n      root and two units; pp > 1: w Ψ   those of two units; pp > 1: w Ψ
+    zero2   w Ψ / n        w Ψ / n        k w Ψ / n      w Ψ                               those of two units; m > 1: w Ψ
+    zero3   w Ψ / n        w Ψ / n        k w Ψ / n      root and two units; pp > 1: w Ψ   those of two units; m > 1: w Ψ
 
 The first three are held between steps (gradients until they are set to None). A share of 1 / n is exact only where n divides the rows of
 every parameter: a replica holds ⌈rows / n⌉ rows of each, the last ones fewer, and all of what has no rows. A unit is a layer; its gradients
-wait whole until they are reduced, while the next are computed. A schedule reduces once, at its end: until then the gradients of all of a
-stage are whole, and so are its parameters from the first use on.
+wait whole until they are reduced, while the next are computed. With m > 1 micro-batches they are reduced once, with the last: until then
+all of them are whole; and a pipeline's schedule keeps parameters gathered from their first backward on.
 
 Source: S. Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models" (2020), section 5, whose 2Ψ + 2Ψ + KΨ
 are these with w = 2; there zero2 keeps whole parameters between steps too, where torch's fully_shard does not.
@@ -70,7 +70,9 @@ class Memory:
         return self.between + self.gathered + self.unreduced
 
 
-def memory(held: Iterable[Held], mode: str, replicas: int, replica: int = 0, *, pipeline: bool = False, moments: int = 2) -> Memory:
+def memory(
+    held: Iterable[Held], mode: str, replicas: int, replica: int = 0, *, pipeline: bool = False, microbatches: int = 1, moments: int = 2
+) -> Memory:
     """What a rank holds under a mode of data parallelism ("ddp", "zero1", "zero2", "zero3"); the formulas stand in this module's text.
 
     `moments` are the optimizer's numbers for each element of a trained parameter, in the parameter's type: 2 for Adam, 1 for SGD with
@@ -92,7 +94,7 @@ def memory(held: Iterable[Held], mode: str, replicas: int, replica: int = 0, *, 
     if cut:
         again = mode == "zero3" and not pipeline
         gathered = units[""] + _two(units) if again else sum(units.values())
-        unreduced = sum(gradients.values()) if pipeline else sum(sorted(gradients.values())[-2:])
+        unreduced = sum(gradients.values()) if pipeline or microbatches > 1 else sum(sorted(gradients.values())[-2:])
     elif pipeline and replicas > 1:
         unreduced = sum(gradients.values())
     return Memory(

@@ -6,6 +6,7 @@
                hold, over pp; the loss over dp and to all stages
 
 Without a pipeline the gradients' reduction overlaps the last backward: it has its own group, so only the order within it is said here.
+Replicas that share out parameters gather them in the schedule's course (`tpcompile.sharing`); what an optimizer gathers is not a step's.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tpcompile.mesh import Mesh
 from tpcompile.messages import Sent, StageMessages
 from tpcompile.operation import op_name
 from tpcompile.schedules import Await, Post, Reduce, Run, Transfer, Wait, Work, actions, place_of, stages_at
+from tpcompile.sharing import SHARED_OUT, Parameter, Sharing, gathers_again
 
 AGREEMENT = 3
 """Whole numbers that a rank shows to all others before a step."""
@@ -54,6 +56,8 @@ class Step:
     stages: tuple[Stage, ...]
     messages: tuple[StageMessages, ...]
     sizes: Mapping[Symbol, int]  # of the example's micro-batch
+    data_parallel: str = "ddp"
+    units: tuple[tuple[str, ...], ...] = ()  # of every stage, where replicas share out parameters
 
     @property
     def per_rank(self) -> int:
@@ -78,9 +82,14 @@ class Step:
             yield Sent("all", "step", "all_gather", "batch", torch.int64, AGREEMENT)
         if counted := self._counted():
             yield Sent("dp", "step", "all_reduce", "counts", torch.float64, counted)
+        sharing = {stage.index: self._sharing(stage.index, tp) for stage in self.stages_at(place)}
+        done = dict.fromkeys(sharing, 0)
         for action in actions(self.schedule, place, mesh.pp, self.per_rank, self.microbatches):
             match action:
                 case Run(work, microbatch, stage):
+                    done[stage] += work in ("backward", "input")
+                    if (parts := sharing[stage]) is not None and work != "weight":
+                        yield from parts.forward() if work == "forward" else parts.backward(done[stage] == self.microbatches)
                     yield from (replace(message, microbatch=microbatch, stage=stage) for message in self._said(stage, work))
                 case Post(transfers, wait):
                     if found := tuple(sent for transfer in transfers for sent in _transferred(self.stages[transfer.stage], transfer, tp)):
@@ -88,7 +97,10 @@ class Step:
                 case Await() | Wait():
                     yield action
                 case Reduce(stage):
+                    if (parts := sharing[stage]) is not None:
+                        yield from parts.end()
                     yield from self._reduced(stage, tp)
+        yield from self._rest(place, tp)
         yield from self._summed(place, tp)
         yield from self._shared(place, tp)
         yield from self._loss(place)
@@ -110,18 +122,27 @@ class Step:
         """The gradients of a stage over the replicas."""
         if self.mesh.dp > 1:
             sizes = self._sizes(self.stages[stage], tp)
-            made = _joined("dp", "backward", sizes) if self.mesh.pp > 1 else _buckets(sizes)
-            yield from (replace(sent, stage=stage) for sent in made)
+            if self.data_parallel not in SHARED_OUT:
+                scalars = self._scalars(self.stages[stage])
+                taken = {name: size for name, size in sizes.items() if self.mesh.pp == 1 or name not in scalars}
+                made = _joined("dp", "backward", taken) if self.mesh.pp > 1 else _buckets(taken)
+                yield from (replace(sent, stage=stage) for sent in made)
+
+    def _rest(self, place: int, tp: int) -> Iterator[Sent]:
+        """The gradients of parameters without dimensions, which torch's engine does not take where it shards, and under a pipeline."""
+        if self.mesh.dp > 1 and (self.data_parallel in SHARED_OUT or self.mesh.pp > 1):
+            scalars = {name for stage in self.stages_at(place) for name in self._scalars(stage)}
+            yield from (Sent("dp", "backward", "all_reduce", name, *size) for name, size in self._own(place, tp).items() if name in scalars)
 
     def _summed(self, place: int, tp: int) -> Iterator[Sent]:
         """The gradients of whole parameters that tensor ranks have parts of."""
-        sizes = {name: size for stage in self.stages_at(place) for name, size in self._sizes(stage, tp).items()}
+        sizes = self._own(place, tp)
         names = dict.fromkeys(name for stage in self.stages_at(place) for name in summed_later(stage))
         yield from _joined("tp", "step", {name: sizes[name] for name in names if name in sizes})
 
     def _shared(self, place: int, tp: int) -> Iterator[Sent]:
         """The gradients of weights that stages on several ranks hold, over these."""
-        sizes = {name: size for stage in self.stages_at(place) for name, size in self._sizes(stage, tp).items()}
+        sizes = self._own(place, tp)
         for name, held in shared_weights(self.stages).items():
             places = tuple(sorted({self.place_of(stage) for stage in held}))
             if len(places) > 1 and place in places and name in sizes:
@@ -129,9 +150,48 @@ class Step:
                 yield Sent("pp", "backward", "all_reduce", name, dtype, elements, places)
 
     def _sizes(self, stage: Stage, tp: int) -> dict[str, tuple[torch.dtype, Size]]:
-        """The type and the size of every gradient of a stage."""
+        """The type and the size of every gradient of a stage, before replicas share it out."""
         program, layouts = self.local.program, self.local.layouts
         return {name: _elements(program, layouts.get(place), place, tp) for place, name in reduced(program, stage).items()}
+
+    def _own(self, place: int, tp: int) -> dict[str, tuple[torch.dtype, Size]]:
+        """The type and the size of what the first replica has of every gradient, over all stages of a place along the pipeline."""
+        return {
+            name: self._held(stage, name, size, tp) for stage in self.stages_at(place) for name, size in self._sizes(stage, tp).items()
+        }
+
+    def _scalars(self, stage: Stage) -> set[str]:
+        return {name for name in stage.parameters.values() if not self._shape(stage, name)}
+
+    def _sharing(self, index: int, tp: int) -> Sharing | None:
+        """What replicas gather and reduce, where they share out parameters and gradients."""
+        mesh, program, stage = self.mesh, self.local.program, self.stages[index]
+        if mesh.dp == 1 or self.data_parallel not in SHARED_OUT:
+            return None
+        asked, units = reduced(program, stage), self.units[index]
+        held = []
+        for place, name in stage.parameters.items():
+            kind, layout = program.types[place], self.local.layouts.get(place)
+            assert isinstance(kind, TensorType)
+            shape = tuple(local_size(dim, tp) for dim in layout.dims) if isinstance(layout, Layout) else kind.shape
+            unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
+            held.append(Parameter(shape, kind.dtype, unit, place in asked))
+        return Sharing(held, units, mesh.dp, gathers_again(self.data_parallel, self.schedule, mesh.pp), mesh.pp > 1)
+
+    def _shape(self, stage: Stage, name: str) -> tuple[Size, ...]:
+        kind = self.local.program.types[next(place for place, held in stage.parameters.items() if held == name)]
+        assert isinstance(kind, TensorType)
+        return kind.shape
+
+    def _held(self, stage: Stage, name: str, size: tuple[torch.dtype, Size], tp: int) -> tuple[torch.dtype, Size]:
+        """Of a gradient, what the first replica has."""
+        shape = self._shape(stage, name)
+        if self.mesh.dp == 1 or self.data_parallel not in SHARED_OUT or not shape:
+            return size
+        place = next(place for place, held in stage.parameters.items() if held == name)
+        layout = self.local.layouts.get(place)
+        rows = int(local_size(layout.dims[0], tp)) if isinstance(layout, Layout) else int(shape[0])
+        return size[0], size[1] // rows * -(-rows // self.mesh.dp)
 
     def _loss(self, place: int) -> Iterator[Sent]:
         """The loss, in float64: over replicas where the last stage is, then from there to all."""

@@ -16,6 +16,7 @@ MODES = ("ddp", "zero1", "zero2", "zero3")
 MESHES: dict[str, tuple[Case, ...]] = {
     mesh: tuple(Case(model, mesh, mode) for model in ("llama", "gpt2") for mode in MODES) for mesh in ("dp=2", "dp=2,tp=2", "dp=2,pp=2")
 }
+MESHES["dp=2"] += tuple(Case("llama", "dp=2", mode, microbatches=2) for mode in MODES)
 
 
 @cache
@@ -48,17 +49,3 @@ def test_a_later_capture_shares_what_replicas_share_out(mesh: str) -> None:
             assert found.norms == [2], "two captures"
             assert max(found.loss_error, found.evaluation_error) <= 1e-10, found
             assert max(found.gradients.values()) <= 1e-9 and max(found.parameters.values()) <= 1e-9, found
-
-
-def test_bytes_between_steps_are_those_of_the_formulas() -> None:
-    """Of parameters, gradients and optimizer; and nothing else of any size is alive."""
-    whole: dict[int, int] = {}
-    for rank in tpcompile.launch(workers.sizes, "dp=2", MODES):
-        for found in rank:
-            for measured, expected in ((found.parameters, found.expected.parameters), (found.gradients, found.expected.gradients)):
-                assert measured == pytest.approx(expected, rel=0.02), found
-            assert found.optimizer == pytest.approx(found.expected.optimizer, rel=0.02), found
-            assert found.alive == pytest.approx(found.expected.between, rel=0.02), found
-            whole.setdefault(found.replica, found.alive)
-            share = {"ddp": 1, "zero1": 3 / 4, "zero2": 1 / 2, "zero3": 1 / 2}[found.mode]
-            assert found.alive == pytest.approx(share * whole[found.replica], rel=0.02), found

@@ -19,7 +19,16 @@ LAUNCHES: dict[str, tuple[Case, ...]] = {
     "tp=2": (Case("llama", "tp=2"), Case("llama4on1", "tp=2", microbatches=2), Case("neox", "tp=2"), Case("encoder", "tp=2")),
     "tp=3": (Case("gpt", "tp=3"), Case("llama14on2", "tp=3")),
     "pp=2": (Case("gpt2", "pp=2", "gpipe", 4), Case("gpt2", "pp=2", microbatches=4), Case("bert", "pp=2"), Case("frozen", "pp=2")),
-    "dp=2": (Case("llama", "dp=2"), Case("bert", "dp=2", microbatches=2)),
+    "dp=2": (
+        Case("llama", "dp=2"),
+        Case("bert", "dp=2", microbatches=2),
+        Case("llama", "dp=2", data_parallel="zero2"),
+        Case("gpt2", "dp=2", data_parallel="zero3", microbatches=2),
+    ),
+    "dp=2,pp=2": (
+        Case("gpt2", "dp=2,pp=2", data_parallel="zero2", microbatches=4),
+        Case("gpt2", "dp=2,pp=2", data_parallel="zero3", microbatches=4),
+    ),
     "dp=2,pp=2,tp=2": (Case("gpt2", "dp=2,pp=2,tp=2"), Case("llama", "dp=2,pp=2,tp=2", "gpipe")),
 }
 

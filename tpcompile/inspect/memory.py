@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +33,8 @@ def held(compilation: Compilation, stage: Stage, place: int) -> tuple[Held, ...]
 def of_stage(compilation: Compilation, stage: Stage, *, moments: int = 2) -> Memory:
     """The most that any tensor rank of a stage holds, on the first replica: no other holds more."""
     mesh, mode = compilation.mesh, compilation.options.data_parallel
-    found = (memory(held(compilation, stage, place), mode, mesh.dp, pipeline=mesh.pp > 1, moments=moments) for place in range(mesh.tp))
+    how: dict[str, Any] = {"pipeline": mesh.pp > 1, "microbatches": compilation.options.microbatches, "moments": moments}
+    found = (memory(held(compilation, stage, place), mode, mesh.dp, **how) for place in range(mesh.tp))
     return max(found, key=lambda one: one.most)
 
 

@@ -33,14 +33,11 @@ from tpcompile.ir import Program, Type
 from tpcompile.layout import TensorType
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.stage import Root, StageRoot
+from tpcompile.sharing import SHARED_OUT, gathers_again
 
 Engine = Root | DistributedDataParallel
 
 MODES = ("ddp", "zero1", "zero2", "zero3")
-SHARDED = ("zero2", "zero3")
-"""The modes in which replicas hold parts of parameters and gradients."""
-WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs")
-"""The schedules under which parameters may be gathered anew for backward."""
 
 
 def check_mode(mode: str) -> str:
@@ -51,18 +48,13 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def gathers_again(mode: str, schedule: str, pp: int) -> bool:
-    """Whether layers' parameters are dropped after forward, and gathered again for backward."""
-    return mode == "zero3" and (pp == 1 or schedule in WHOLE_BACKWARD)
-
-
 def share_out(root: StageRoot, groups: Groups, mode: str, schedule: str, units: Sequence[nn.Module]) -> None:
     """Let torch's engine hold this rank's part of a stage, and average its gradients over dp, from now on.
 
     Parameters that it takes become DTensors, so it comes before any optimizer. Those without dimensions cannot be cut: see `distribute`.
     """
     along, taken = groups.along("dp"), [p for p in root.parameters() if p.ndim]
-    if along is None or not any(p.requires_grad for p in taken) or (mode not in SHARDED and groups.mesh.pp == 1):
+    if along is None or not any(p.requires_grad for p in taken) or (mode not in SHARED_OUT and groups.mesh.pp == 1):
         return
     if len({p.dtype for p in taken if p.requires_grad}) > 1:
         raise Refused(
@@ -71,13 +63,26 @@ def share_out(root: StageRoot, groups: Groups, mode: str, schedule: str, units: 
             fix='give all trained parameters one type, or use pp=1 with data_parallel="ddp"',
         )
     ignored = {p for p in root.parameters() if not p.ndim}
-    if mode not in SHARDED:
+    if mode not in SHARED_OUT:
         replicate(root, mesh=along, ignored_params=ignored)
         return
     again = gathers_again(mode, schedule, groups.mesh.pp)
     for unit in units:
         fully_shard(unit, mesh=along, reshard_after_forward=again, ignored_params=ignored)
     fully_shard(root, mesh=along, reshard_after_forward=False, ignored_params=ignored)
+    root.gathered = (root,) if again else (root, *units)
+
+
+def reduce_now(engine: Engine, now: bool) -> None:
+    """Whether the next backward of a shared-out stage reduces gradients, or leaves them whole for a later one.
+
+    What stays gathered after forward stays so until then.
+    """
+    for place, module in enumerate(engine.gathered if isinstance(engine, StageRoot) else ()):
+        if place == 0:
+            module.set_is_last_backward(now)
+            module.set_requires_gradient_sync(now)
+        module.set_reshard_after_backward(now, recurse=False)
 
 
 def average_rest(root: Root, groups: Groups, trained: frozenset[str]) -> None:

@@ -21,7 +21,7 @@ from tpcompile.collectives import mix
 from tpcompile.ir import Program
 from tpcompile.layout import TensorType
 from tpcompile.runtime.batch import part
-from tpcompile.runtime.data_parallel import Engine
+from tpcompile.runtime.data_parallel import Engine, reduce_now
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.schedule import Work
 
@@ -89,6 +89,7 @@ def accumulate(engine: Engine, work: Work) -> list[Tensor]:
     for index in range(work.microbatches):
         last = index == work.microbatches - 1
         quiet: Any = engine.no_sync() if isinstance(engine, DistributedDataParallel) and not last else nullcontext()
+        reduce_now(engine, last)
         with quiet:
             loss = engine(**part(work.inputs, work.dims, index, work.microbatches))[0]
             loss.backward()
