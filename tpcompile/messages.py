@@ -112,6 +112,10 @@ def roots(local: Local, stage: Stage) -> list[str]:
     return [name for name in returned if local.program.loss in (None, local.origins.get(name, name))]
 
 
+WIDENED: Mapping[str, tuple[torch.dtype, ...]] = {"tpcompile.exp_sum.default": (torch.float32,)}
+"""Operators that make a wider type than their operands have, where these are narrower than that."""
+
+
 def dtypes(local: Local, graph: fx.Graph) -> dict[str, torch.dtype]:
     """The element type of every tensor; of one that stands for no value of the program, what its operands' make."""
     found: dict[str, torch.dtype] = {}
@@ -121,8 +125,10 @@ def dtypes(local: Local, graph: fx.Graph) -> dict[str, torch.dtype]:
             found[node.name] = kind.dtype
         elif made := [found[operand.name] for operand in node.all_input_nodes if operand.name in found]:
             found[node.name] = made[0]
-            for dtype in made[1:]:
+            for dtype in (*made[1:], *WIDENED.get(op_name(node), ())):
                 found[node.name] = torch.promote_types(found[node.name], dtype)
+            if op_name(node) == "aten.to.dtype":
+                found[node.name] = argument(node, "dtype")
     return found
 
 
