@@ -28,7 +28,9 @@ def test_models(name: str, mesh: str) -> None:
     close(compare(made(name, torch.bfloat16)[0], compiled(name, mesh, torch.bfloat16, **CASES[mesh]), made(name)[1]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["mean", "sum", "untied, with a bias", "with a padding row", "smoothed", "weighed and smoothed", "far out"])
+@pytest.mark.parametrize(
+    "name", ["mean", "sum", "untied, with a bias", "with a padding row", "smoothed", "weighed and smoothed", "far out"]
+)
 def test_losses_of_cut_scores(name: str) -> None:
     model, rows = words(name)
     close(tpcompile.check(model.to(torch.bfloat16), "tp=3", rows, microbatches=2))
