@@ -9,7 +9,7 @@ from torch import fx
 from tpcompile.factors import LayoutError, join, reshape
 from tpcompile.ir import Program, results
 from tpcompile.layout import Dim, Layout, TensorType, cut_factors, same, whole_dim
-from tpcompile.rules import RESHAPES, SPLITS, Op, backward, bind_rule, has_rule, view_op
+from tpcompile.rules import ALONG, RESHAPES, SPLITS, Op, backward, bind_rule, has_rule, view_op
 
 
 def aside(graph: fx.Graph, updates: Sequence[str]) -> dict[fx.Node, None]:
@@ -40,8 +40,11 @@ def follow(program: Program, nodes: Iterable[fx.Node], layouts: Mapping[str, Lay
     return made
 
 
-def carried(op: Op, known: Mapping[fx.Node, object]) -> Layout:
-    """The layout of an operation's result that keeps its operands' cuts; other operands are sliced. Raises LayoutError for none."""
+def carried(op: Op, known: Mapping[fx.Node, object], *, end: bool = False) -> Layout:
+    """The layout of an operation's result that keeps its operands' cuts; other operands are sliced. Raises LayoutError for none.
+
+    With `end`, what works along a cut dimension keeps it too.
+    """
     if not has_rule(op) or op.name in SPLITS:
         raise LayoutError(f"no rule for {op.name}")
     cut = {place: layout for place, o in enumerate(op.operands) if isinstance(layout := known.get(o), Layout) and layout.is_cut}
@@ -49,7 +52,7 @@ def carried(op: Op, known: Mapping[fx.Node, object]) -> Layout:
         raise LayoutError("several values at once")
     if op.name in RESHAPES:
         return reshape(cut[0], op.outs[0].shape)
-    bound = bind_rule(op)
+    bound = bind_rule(op, end and op.name in ALONG)
     dims: dict[str, Dim] = {}
     for place, layout in cut.items():
         for token, dim in zip(bound.ins[place], layout.dims, strict=True):
@@ -57,7 +60,7 @@ def carried(op: Op, known: Mapping[fx.Node, object]) -> Layout:
                 dims[token.letter] = join(dims[token.letter], dim) if token.letter in dims else dim
     shape = op.outs[0].shape
     out = Layout(tuple(dims.get(token.letter) or whole_dim(size) for token, size in zip(bound.outs[0], shape, strict=True)))
-    wants = backward(op, [out])
+    wants = backward(op, [out], end=end)
     if not out.is_cut or not all(same(wants[place], layout) for place, layout in cut.items()):
         raise LayoutError(f"{op.name} does not keep the cut")
     return out

@@ -12,7 +12,8 @@ from torch import fx
 
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Cone, Program
-from tpcompile.layout import TensorType
+from tpcompile.layout import Factor, Layout, Open, TensorType, whole
+from tpcompile.passes._aside import carried
 from tpcompile.rules import ALONG, ENDS, PARTED, Bound, Op, bind_rule, has_rule, op_name, opened, view_op
 
 ALWAYS = ("aten.cross_entropy_loss.default", "aten.embedding.default")
@@ -81,13 +82,44 @@ def score_ends(program: Program, names: Collection[str]) -> Iterator[tuple[Op, s
                 yield op, letter, found[0]  # type: ignore[index,misc]
 
 
-def of_vocabularies(program: Program, cones: Sequence[Cone], names: Collection[str], known: Iterable[Cone]) -> list[Cone]:
-    """The cones of `score_ends` that have heads alone for columns, and one of them that is a vocabulary's."""
-    nodes = program.nodes()
-    cones = [cone for cone in cones if cone.columns and set(cone.columns) <= set(names)]
-    words = {column for cone in known if cone.kind == "vocabulary" for column in cone.columns}
+def of_vocabularies(program: Program, found: Sequence[Cone], names: Collection[str], known: Iterable[Cone]) -> list[Cone]:
+    """The cones of `score_ends` that have heads alone for columns, and one of them that is a vocabulary's; and why other heads have none."""
+    nodes, known = program.nodes(), [cone for cone in known if cone.kind == "vocabulary"]
+    cones = [cone for cone in found if cone.columns and set(cone.columns) <= set(names)]
+    words = {column for cone in known for column in cone.columns}
     words |= {column for cone in cones if _sees_words(cone, nodes) for column in cone.columns}
-    return [cone for cone in cones if words.intersection(cone.columns)]
+    kept = [cone for cone in cones if words.intersection(cone.columns)]
+    left = set(names).difference(*(cone.columns for cone in (*kept, *known)))
+    return kept + [cone for name in sorted(left) if (cone := _stopped(program, nodes[name])) is not None]
+
+
+def _stopped(program: Program, head: fx.Node) -> Cone | None:
+    """For a head that no walk came to, with more classes than what it reads has features: what first needs its result whole."""
+    rows, features = (program.types[node.name].shape[-1] for node in (head, head.all_input_nodes[0]))  # type: ignore[union-attr]
+    if not isinstance(rows, int) or not isinstance(features, int) or rows < features:
+        return None
+    last = ((Factor(rows, Open(0)),),)
+    known: dict[fx.Node, object] = {head: Layout((*whole(*program.types[head.name].shape).dims[:-1], last))}  # type: ignore[union-attr]
+    for node in _after(head):
+        op = view_op(node, program.types) if node.op == "call_function" and node.name in program.types else None
+        if op is None or not any(operand in known for operand in op.operands) or op.name in ENDS or op.name == "getitem":
+            continue
+        try:
+            known[node] = carried(op, known, end=True)
+        except LayoutError as error:
+            if _contracted(opened(op)) is None:
+                return Cone(head.name, "vocabulary", (), {}, (), node.name, str(error))
+    return None
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    """What is computed from a value, in the graph's order."""
+    found = {node}
+    while node.next.op != "root":
+        node = node.next
+        if any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+            yield node
 
 
 def _sees_words(cone: Cone, nodes: Mapping[str, fx.Node]) -> bool:

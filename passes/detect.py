@@ -15,7 +15,7 @@ from tpcompile.passes._aside import aside, follow
 from tpcompile.passes._finer import finer
 from tpcompile.passes._heads import ALWAYS, heads, of_vocabularies, score_ends
 from tpcompile.passes._sums_within import sums_after
-from tpcompile.rules import PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, opened, view_op
+from tpcompile.rules import LIMITS, PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, opened, view_op
 
 ATTENDS = ("softmax", "attention")
 """An operation whose name has one of these makes a region attention: its heads are what is cut."""
@@ -136,6 +136,7 @@ class _Walk:
     within: list[str] = field(default_factory=list)  # products of values
     crossed: dict[str, str] = field(default_factory=dict)  # value → operation
     stops: list[tuple[str, str]] = field(default_factory=list)
+    limits: list[tuple[str, str]] = field(default_factory=list)  # stops at what could be cut elsewhere
 
     def run(self, op: Op, letter: str, bound: Bound) -> Cone:
         self.seed = tuple(tuple(replace(f, cut=f.cut and Open(self.key)) for f in segment) for segment in self.seed)
@@ -156,7 +157,7 @@ class _Walk:
     def cone(self, op: Op, wants: tuple[Layout, ...]) -> Cone:
         stop, reason = self.stops[0] if self.stops else ("", "")
         columns = tuple(name for name in self.products if self.is_first(name))
-        return Cone(op.node.name, self.kind(columns), wants, self.layouts, columns, stop, reason)
+        return Cone(op.node.name, self.kind(columns), wants, self.layouts, columns, stop, reason, tuple(self.limits))
 
     def is_first(self, name: str) -> bool:
         """Whether no other product with a weight leads to this one: what it takes pieces of is whole somewhere above."""
@@ -205,6 +206,7 @@ class _Walk:
             full = forward(op, ins) if node in self.items else [self.needs[node]]
         except LayoutError as error:
             self.stops.append((node.name, str(error)))
+            self.limits += [self.stops[-1]] if op.name in LIMITS else []
             self.finer = self.finer or finer(op, outs, self.seed)
             for item in node.users if node in self.items else ():
                 self.layouts.pop(item.name, None)

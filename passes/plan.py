@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -430,17 +430,32 @@ def left(program: Program, cones: Sequence[Cone], regions: Sequence[Region], cho
     """Every contraction with a weight that no region cuts, with the reason; a loss's reason is that of its head, where there is one."""
     cut = {node for region in regions for node in (*region.rows, *region.columns, *region.layouts)}
     seen: set[str] = set()
-    for cone in cones:
-        told = cone.kind == "vocabulary" and not _looks_up(chooser.nodes[cone.seed], program) and (cone.columns or not cone.reason)
+    limited = dict(_limited(cones, cut, chooser))
+    stopped = {cone.seed: cone for cone in cones if cone.kind == "vocabulary" and not cone.wants}
+    for cone in (stopped.get(cone.seed, cone) for cone in cones):
+        told = cone.stop in {other.stop for other in stopped.values()} and cone.seed not in stopped
+        if cone.kind == "vocabulary" and not _looks_up(chooser.nodes[cone.seed], program):
+            told |= bool(cone.columns) or not cone.reason
         if cone.kind == "sum" or cone.seed in cut or cone.seed in seen or told:
             continue
         seen.add(cone.seed)
         source = program.sources.get(cone.seed)
-        yield Left(source.path if source else cone.seed, cone.seed, why_whole(cone, chooser), source)
+        yield Left(source.path if source else cone.seed, cone.seed, limited.get(cone.seed) or why_whole(cone, chooser), source)
     for node in program.graph.nodes:
         if node.op == "call_function" and node.name not in cut and node.name not in seen and _looks_up(node, program):
             source = program.sources.get(node.name)
             yield Left(source.path if source else node.name, node.name, "a look-up table", source)
+
+
+def _limited(cones: Sequence[Cone], cut: Collection[str], chooser: _Chooser) -> Iterable[tuple[str, str]]:
+    """What would be cut in a region but for an operation between them, which works on some pieces only."""
+    products = {cone.seed for cone in cones if cone.columns or cone.kind != "vocabulary"}
+    for cone in cones:
+        for stop, reason in cone.limits if cone.seed in cut else ():
+            node = chooser.nodes[stop]
+            while node.name not in products and len(node.all_input_nodes) and node.op == "call_function":
+                node = node.all_input_nodes[0]
+            yield node.name, f"{reason}: {stop}{chooser.at(stop)}"
 
 
 def why_whole(cone: Cone, chooser: _Chooser) -> str:

@@ -142,6 +142,7 @@ class Cone:
     columns: tuple[str, ...]  # the column-cut linears; without one there is no region
     stop: str = ""  # the first operation that cannot work on pieces, where the walk stopped
     reason: str = ""  # why it cannot
+    limits: tuple[tuple[str, str], ...] = ()  # operations that stay whole for the pieces that this region has, and why
 
 
 @dataclass(frozen=True)

@@ -465,7 +465,7 @@ def _own_pieces(layout: Layout) -> None:
     """Each rank draws for its own piece: of a piece that several hold, each would drop something else."""
     for cut in (factor.cut for dim in layout.dims for factor in cut_factors(dim)):
         if (isinstance(cut, Cut) and cut.overlaps) or (isinstance(cut, Open) and cut.shared):
-            raise LayoutError("dropout of heads that several ranks hold")
+            raise LayoutError("dropout of heads that several ranks may hold, each of which would draw for itself")
 
 
 def _ranges(layout: Layout) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from vocabulary_models import HANDWRITTEN, LOSSES, MODELS, VOCABULARY, transformer, words
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vocabulary_models import HANDWRITTEN, LOSSES, MODELS, VOCABULARY, Words, batch, transformer, words
 
 import tpcompile
-from tpcompile.layout import Layout
+from tpcompile.layout import Layout, cut_factors, size_of
 
 MESHES = ("tp=2", "tp=3", "tp=4", "dp=2,tp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2")
 HELD = {2: [49, 48], 3: [33, 32, 32], 4: [25, 24, 24, 24]}
@@ -159,3 +161,112 @@ def test_losses_by_hand(name: str, mesh: str) -> None:
     model, rows = words(name)
     report = tpcompile.check(model, mesh, rows, microbatches=2)
     assert report.ok and report.tolerance.gradient == 1e-9, f"\n{report}"
+
+
+ROW, NUMBER = "b*s", "1"
+
+REDUCTIONS = {  # what a loss reduces: numbers of rows forward and backward, single numbers
+    "z-loss": (5, 0, 0),
+    "nll": (2, 1, 1),
+    "gathered logs": (2, 1, 1),
+    "one-hot": (2, 1, 1),
+    "smoothed by hand": (2, 1, 1),
+    "smoothed by sum": (2, 1, 1),
+    "log of softmax": (2, 1, 1),
+    "entropy of softmax": (4, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_what_a_loss_by_hand_moves(name: str) -> None:
+    """Maxima and sums of exponentials, a gradient of these; what is added up for the labels waits until it is one number."""
+    model, rows = words(name)
+    compiled = tpcompile.compile(model, "tp=3", rows, outputs="loss", sequence_parallel=False)
+    found = Counter[tuple[str, str]]()
+    for stage in compiled.compilation.step.messages:
+        found.update((sent.direction, str(sent.elements)) for sent in (*stage.forward, *stage.backward) if "12" not in str(sent.elements))
+    forward, backward, numbers = REDUCTIONS[name]
+    expected = {("forward", ROW): forward, ("backward", ROW): backward, ("forward", NUMBER): numbers}
+    assert found == {key: count for key, count in expected.items() if count}
+    assert "tpcompile.gather.default" not in calls(compiled)
+    assert long(compiled) == []
+
+
+def long(compiled: Any) -> list[str]:
+    """What is computed and is as long as the vocabulary on every rank."""
+    local = compiled.compilation.local
+    layouts = {node.name: local.layouts.get(node.name) for node in local.graph.nodes if node.op == "call_function"}
+    return [
+        name
+        for name, a in layouts.items()
+        if isinstance(a, Layout) and any(size_of(d) == VOCABULARY and not cut_factors(d) for d in a.dims)
+    ]
+
+
+def hits(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """A loss with a metric in it: the words that are guessed."""
+    right = (scores.argmax(-1) == labels).to(scores.dtype)
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum") + right.sum()
+
+
+def written(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """Smoothed labels, written into a tensor like the scores."""
+    with torch.no_grad():
+        wanted = torch.full_like(scores, 0.1 / (VOCABULARY - 1)).scatter_(-1, labels.clamp(min=0).unsqueeze(-1), 0.9)
+    return -(wanted * scores.log_softmax(-1)).sum(-1).mean()
+
+
+def both(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    """Two passes through one head, pulled together."""
+    other = model.head(model.norm(model.embed(labels.masked_fill(labels < 0, 0))))
+    far = F.kl_div(scores.log_softmax(-1), other.log_softmax(-1), reduction="sum", log_target=True)
+    return far + F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("mesh", ["tp=3", "pp=2,tp=2"])
+@pytest.mark.parametrize("loss", [hits, written, both])
+def test_what_else_is_made_of_scores(loss: Any, mesh: str) -> None:
+    torch.manual_seed(1)
+    model, rows = Words(loss, tied=False).double(), batch(1)
+    assert long(tpcompile.compile(model, "tp=3", rows, outputs="loss")) == []
+    report = tpcompile.check(model, mesh, rows, microbatches=2)
+    assert report.ok, f"\n{report}"
+
+
+def in_order(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    return -scores.sort(-1).values.log_softmax(-1)[..., -1].mean()
+
+
+def best_few(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten()) + scores.topk(3, -1).values.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (in_order, "aten.sort.default needs this dimension whole: sort at vocabulary_models.py:"),
+        (best_few, "its value linear_2 is also used whole, by topk at vocabulary_models.py:"),
+    ],
+)
+def test_a_head_that_stays_whole_says_why(loss: Any, reason: str) -> None:
+    torch.manual_seed(1)
+    model, rows = Words(loss, tied=False).double(), batch(1)
+    (head,) = [left for left in tpcompile.compile(model, "tp=2", rows).compilation.plan.whole if left.name == "head"]
+    assert head.reason.startswith(reason)
+    assert tpcompile.check(model, "tp=2", rows).ok
+
+
+def test_a_softmax_inside_a_model_stays_on_a_rank() -> None:
+    """Only scores are cut along the dimension of a softmax: a gate of as many features is no head."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.gate(x).softmax(-1)).square().sum()
+
+    compiled = tpcompile.compile(Gated().double(), "tp=2", {"x": torch.randn(2, 3, 8, dtype=torch.float64)})
+    assert "tpcompile.reduce_max.default" not in calls(compiled)
+    assert "aten.softmax.int needs this dimension whole" in {left.name: left.reason for left in compiled.compilation.plan.whole}["out"]

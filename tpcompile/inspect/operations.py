@@ -28,6 +28,8 @@ def operations() -> str:
         "\n".join(_table("RULES")),
         "## Ends\n\nOperations that a cut can end in: a letter without its `!` may be cut there.",
         "\n".join(_table("ENDS")),
+        "## Along a cut\n\nOperations that work along a cut dimension of a head's scores, and leave it cut.",
+        "\n".join(_table("ALONG")),
         _names(
             "Element-wise",
             "dimension by dimension, aligned from the right; also every operation that torch tags `pointwise`",
