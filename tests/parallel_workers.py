@@ -92,10 +92,12 @@ class Case:
     mesh: str
     data_parallel: str = "ddp"
     microbatches: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    recompute: str = "none"
 
     def __str__(self) -> str:
-        return f"{self.model} {self.mesh} {self.data_parallel}" + "".join(f" {name}={value}" for name, value in self.options)
+        divided = f" m={self.microbatches}" if self.microbatches else ""
+        again = f" recompute {self.recompute}" if self.recompute != "none" else ""
+        return f"{self.model} {self.mesh} {self.data_parallel}{divided}{again}"
 
     def made(self) -> nn.Module:
         return MODELS[self.model][0]()
@@ -109,11 +111,12 @@ class Case:
         return {"input_ids": rows["input_ids"].roll(step, 0), "targets": rows["labels"].roll(step, 0)}
 
     def compiled(self, model: nn.Module, other: Compiled | None = None) -> Compiled:
-        """`other` is the same case in another mode of data parallelism: what the compiler made serves both."""
-        settings: dict[str, Any] = {"loss": MODELS[self.model][1], "microbatches": self.microbatches, "data_parallel": self.data_parallel}
+        """`other` is the same case, but for data parallelism and recomputing: what the compiler made serves both."""
+        modes: dict[str, Any] = {"data_parallel": self.data_parallel, "recompute": self.recompute}
         if other is None:
-            return tpcompile.compile(model, self.mesh, self.batch(0), **settings, **dict(self.options))
-        found = Compiled(model, other.mesh, replace(other.options, data_parallel=self.data_parallel), None)
+            settings: dict[str, Any] = {"loss": MODELS[self.model][1], "microbatches": self.microbatches}
+            return tpcompile.compile(model, self.mesh, self.batch(0), **settings, **modes)
+        found = Compiled(model, other.mesh, replace(other.options, **modes), None)
         found._compilations = list(other._compilations)
         return found
 
@@ -290,7 +293,7 @@ def run(cases: tuple[Case, ...]) -> list[Found]:
     made: dict[Case, Compiled] = {}
     found = []
     for case in cases:
-        alike = replace(case, data_parallel="ddp")
+        alike = replace(case, data_parallel="ddp", recompute="none")
         compiled = case.compiled(case.made(), made.get(alike))
         made.setdefault(alike, compiled)
         found.append(train(case, compiled))

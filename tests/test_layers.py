@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors",),
-    ("mesh", "memory"),
+    ("mesh", "memory", "precision"),
     ("layout",),
     ("functions",),
     ("factors",),

@@ -21,11 +21,12 @@ from tpcompile.ir import Local, Plan, Program, Sharded, Stage
 from tpcompile.laws.ranks import check_rank
 from tpcompile.layout import Layout, TensorType, bounds, cut_factors
 from tpcompile.mesh import Mesh
-from tpcompile.messages import stage_messages
+from tpcompile.messages import run_again, stage_messages
 from tpcompile.passes._dropout import drops
 from tpcompile.passes._parts import arrange
 from tpcompile.passes._units import units
 from tpcompile.passes.capture import capture, other_path
+from tpcompile.passes.cast import cast
 from tpcompile.passes.delay import delay
 from tpcompile.passes.detect import detect
 from tpcompile.passes.divide_loss import divide_loss
@@ -39,6 +40,7 @@ from tpcompile.passes.propagate import propagate
 from tpcompile.passes.rewrite import rewrite
 from tpcompile.passes.sequence import sequence
 from tpcompile.passes.split import split
+from tpcompile.precision import computing_in, held_types
 from tpcompile.rules import op_name
 from tpcompile.text import text
 from tpcompile.verify import verify
@@ -64,6 +66,8 @@ class Options:
     sequence_parallel: bool | Literal["regather"] = True
     vocab_parallel: bool = True
     outputs: Literal["all", "loss"] = "all"
+    recompute: str = "none"  # or "full", "selective"
+    precision: str | None = None  # or "bf16", "fp16"
 
     def parts(self, mesh: Mesh) -> int:
         """In how many parts a batch's rows are divided."""
@@ -164,9 +168,10 @@ def lower(
 
     `held` are the layouts that an earlier compilation of the model gave to its parameters, by qualified name: they stay.
     """
-    log = Log()
-    captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss)))
-    return lower_captured(captured, model, mesh, batch, options, log, held)
+    log, types = Log(), held_types(model)
+    with computing_in(model, options.precision):
+        captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss)))
+        return lower_captured(captured, model, mesh, batch, options, log, held, types)
 
 
 def lower_captured(
@@ -177,8 +182,12 @@ def lower_captured(
     options: Options,
     log: Log | None = None,
     held: Mapping[str, Layout] | None = None,
+    types: Mapping[str, torch.dtype] | None = None,
 ) -> Compilation:
-    """Compile what was captured with this batch: all passes but the first. One capture serves any number of meshes."""
+    """Compile what was captured with this batch: all passes but the first. One capture serves any number of meshes.
+
+    `types` are those in which ranks hold the parameters, by qualified name, where the model computes in others.
+    """
     log = log or Log()
     normal = verify(log.run("normalize", captured, lambda: normalize(captured, options.dropout)))
     _refuse_random(normal, mesh)
@@ -197,6 +206,10 @@ def lower_captured(
     sharded = verify(log.run("sequence", delayed, lambda: sequence(delayed))) if options.sequence_parallel else delayed
     rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
     local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten, gather_again=options.sequence_parallel == "regather")))
+    if options.precision is not None:
+        optimized, wide = local, dict(types or {})
+        local = verify(log.run("cast", optimized, lambda: cast(optimized, wide)))
+        program = local.program
     loads, own = costs(program, batch), options.stages_per_rank
     stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, loads, own)))
     step = verify(step_of(local, stages, mesh, options, sizes_of(program, batch)))
@@ -209,6 +222,9 @@ def step_of(local: Local, stages: tuple[Stage, ...], mesh: Mesh, options: Option
     parts = [arrange(stage, paths, local.program.layers) for stage in stages]
     orders = [[node.name for part in own for node in part.nodes] for own in parts]
     messages = tuple(stage_messages(local, stage, order) for stage, order in zip(stages, orders, strict=True))
+    if options.recompute == "full":
+        runs = [[{node.name for node in part.nodes} for part in own if part.layer] for own in parts]
+        messages = tuple(run_again(local, *each) for each in zip(stages, messages, runs, strict=True))
     layers = tuple(units(stage, local.program, own) for stage, own in zip(stages, parts, strict=True))
     return timeline.Step(mesh, options.schedule, options.microbatches, local, stages, messages, sizes, options.data_parallel, layers)
 

@@ -7,12 +7,12 @@ ranks (tp). Backward runs in the reverse order of forward: autograd always takes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from tpcompile.collectives import COLLECTIVES, Collective
+from tpcompile.collectives import COLLECTIVES, Collective, summed_in
 from tpcompile.collectives.table import Given, Message
 from tpcompile.gradients import asked_for, trained, with_gradient
 from tpcompile.halves import first_half, second_half, why_whole
@@ -97,6 +97,19 @@ def _received(stage: Stage) -> list[str]:
     return [boundary.name for boundary in stage.receives if boundary.requires_grad]
 
 
+def run_again(local: Local, stage: Stage, messages: StageMessages, layers: Sequence[set[str]]) -> StageMessages:
+    """The calls of a stage whose layers, each given by its nodes, run forward again in backward, where anything in them has a gradient.
+
+    When in its layer's backward that is depends on what autograd keeps; here it is before all calls of it.
+    """
+    having, backward = has_gradient(local, stage), list(messages.backward)
+    for nodes in reversed(layers):
+        again = [replace(sent, direction="backward") for sent in messages.forward if sent.value in nodes]
+        place = next((place for place, sent in enumerate(backward) if sent.value in nodes), len(backward))
+        backward[place:place] = again if nodes & having else []
+    return replace(messages, backward=tuple(backward))
+
+
 def has_gradient(local: Local, stage: Stage) -> frozenset[str]:
     """The stage's values that depend on what is trained, here or on the stages before."""
     leaves = {*trained(local.program), *(boundary.name for boundary in stage.receives if boundary.requires_grad)}
@@ -143,4 +156,7 @@ def _sent(local: Local, node: fx.Node, types: Mapping[str, torch.dtype], directi
     given = Given(tuple(size_of(places) for places in layout.dims), dim % max(len(layout.dims), 1), bounds, local.parts)
     for message in messages:
         if (elements := message.elements(given)) != 0:
-            yield Sent(argument(node, "axis"), direction, message.call, node.name, types[operand.name], elements)
+            dtype = types[operand.name]
+            if message.call != "all_gather" and op_name(node) != "tpcompile.reduce_max.default":
+                dtype = summed_in(dtype)
+            yield Sent(argument(node, "axis"), direction, message.call, node.name, dtype, elements)

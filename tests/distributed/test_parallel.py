@@ -16,6 +16,9 @@ MODES = ("ddp", "zero1", "zero2", "zero3")
 MESHES: dict[str, tuple[Case, ...]] = {
     mesh: tuple(Case(model, mesh, mode) for model in ("llama", "gpt2") for mode in MODES) for mesh in ("dp=2", "dp=2,tp=2", "dp=2,pp=2")
 }
+AGAIN = (("ddp", "full"), ("ddp", "selective"), ("zero3", "full"), ("zero2", "selective"))
+for mesh in ("dp=2,tp=2", "dp=2,pp=2"):
+    MESHES[mesh] += tuple(Case("llama", mesh, mode, recompute=how) for mode, how in AGAIN)
 MESHES["dp=2"] += tuple(Case("llama", "dp=2", mode, microbatches=2) for mode in MODES)
 
 
@@ -43,7 +46,8 @@ def test_three_clipped_steps_equal_one_device(mesh: str, job: int) -> None:
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
 def test_a_later_capture_shares_what_replicas_share_out(mesh: str) -> None:
     """Lengths that the model treats differently are captured anew; torch's engine knows the first capture's modules alone."""
-    cases = tuple(Case("turning", mesh, mode) for mode in MODES[1:])
+    modes = [(mode, "none") for mode in MODES[1:]] + [("ddp", "full"), ("zero3", "full")]
+    cases = tuple(Case("turning", mesh, mode, recompute=how) for mode, how in modes)
     for ranks in zip(*tpcompile.launch(workers.run_captures, mesh, cases), strict=True):
         for found in ranks:
             assert found.norms == [2], "two captures"

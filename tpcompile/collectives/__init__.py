@@ -60,7 +60,7 @@ from tpcompile.collectives.groups import bind, check_bound, group_of, place, pos
 from tpcompile.collectives.heads import pick
 from tpcompile.collectives.indexed import DIGITS, OWN, finalize
 from tpcompile.collectives.keyed_dropout import mix
-from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, take
+from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, summed_in, take
 from tpcompile.collectives.positions import define as define_positions
 from tpcompile.collectives.positions import piece
 from tpcompile.collectives.regather import define as define_regather
@@ -70,8 +70,8 @@ from tpcompile.errors import Refused
 
 __all__ = ["COLLECTIVES", "RING", "Collective", "Message", "Range", "bind", "dropout", "dropout_at", "enter", "enter_later", "exp_sum"]
 __all__ += ["finalize", "gather", "held_by", "holders", "length", "local_slice", "look_up", "mix", "ops", "overlap", "own_entries"]
-__all__ += ["DIGITS", "OWN", "pick", "piece", "place", "postponed", "reduce", "reduce_max", "shared", "spread", "take", "unbound"]
-__all__ += ["own_one_hot", "own_place", "own_scatter", "uniform"]
+__all__ += ["DIGITS", "OWN", "pick", "piece", "place", "postponed", "reduce", "reduce_max", "shared", "spread", "summed_in", "take"]
+__all__ += ["own_one_hot", "own_place", "own_scatter", "unbound", "uniform"]
 
 
 # ------------------------------------------------------------------------------------------------- reduce, enter
@@ -81,8 +81,9 @@ def _all_reduce(x: Tensor, axis: str, how: str = "sum") -> Tensor:
     """The sum over an axis, or the largest, as a new tensor."""
     if place(axis)[1] == 1 or x.numel() == 0:
         return x.clone(memory_format=torch.contiguous_format)
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor.default(functional.all_reduce.default(x, how, group_of(axis)))  # type: ignore[no-any-return]
+    functional, given = torch.ops._c10d_functional, x if how == "max" else x.to(summed_in(x.dtype))
+    made: Tensor = functional.wait_tensor.default(functional.all_reduce.default(given, how, group_of(axis)))
+    return made.to(x.dtype)
 
 
 def _first_order(backward: Callable[[Any, Tensor], tuple[Any, ...]]) -> Callable[[Any, Tensor], tuple[Any, ...]]:

@@ -14,6 +14,11 @@ from tpcompile.errors import TpcompileError
 Range = tuple[int, int]
 
 
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of a type are added up over ranks: 32 bits for those of 16."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def held_by(bounds: Sequence[int], coordinate: int, size: int) -> list[Range]:
     """The index ranges that a coordinate holds."""
     count = len(bounds) // (2 * size)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tpcompile.collectives.groups import check_bound, group_of, place
+from tpcompile.collectives.pieces import summed_in
 
 
 def piece(length: int, coordinate: int, parts: int) -> tuple[int, int]:
@@ -50,11 +51,11 @@ def reduce_scatter_positions(x: Tensor, axis: str, dim: int, length: int) -> Ten
     rows = x.movedim(dim, 0)
     if length % parts:
         rows = torch.cat([_padded(rows.narrow(0, *piece(length, c, parts)), longest) for c in range(parts)])
-    rows = rows.contiguous()
+    rows = rows.to(summed_in(x.dtype)).contiguous()
     if rows.numel():
         functional = torch.ops._c10d_functional
         rows = functional.wait_tensor.default(functional.reduce_scatter_tensor.default(rows, "sum", parts, group_of(axis)))
-    return rows.narrow(0, 0, own).movedim(0, dim).contiguous()
+    return rows.to(x.dtype).narrow(0, 0, own).movedim(0, dim).contiguous()
 
 
 def own_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from tpcompile.errors import InputError, caller
 from tpcompile.ir import Input, Program
 from tpcompile.mesh import Mesh
+from tpcompile.precision import narrowed
 
 Batch = Mapping[str, Any]
 
@@ -213,6 +214,19 @@ def structured(batch: Batch, program: Program, tensors: Mapping[str, Tensor]) ->
     found, spec = pytree.tree_flatten_with_path(dict(batch))
     parts = [by_path.get(".".join(_step(key) for key in path), leaf) for path, leaf in found]
     return dict(pytree.tree_unflatten(parts, spec))
+
+
+def computing_in(batch: Batch, forward: Callable[..., Any], precision: str | None) -> Batch:
+    """A batch whose floating inputs of forward are in the type that the model computes in; what serves the loss alone stays."""
+    if precision is None:
+        return batch
+    found, spec = pytree.tree_flatten_with_path(dict(batch))
+
+    def cast(path: str, leaf: Any) -> Any:
+        stays = not isinstance(leaf, Tensor) or is_target(path, forward)
+        return leaf if stays else leaf.to(narrowed(leaf.dtype, precision))
+
+    return dict(pytree.tree_unflatten([cast(".".join(_step(key) for key in path), leaf) for path, leaf in found], spec))
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:

@@ -16,14 +16,16 @@ from tpcompile.ir import Program
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import matches
 from tpcompile.passes.emit import RankProgram
+from tpcompile.precision import check_precision
 from tpcompile.runtime import batch as batches
-from tpcompile.runtime import clip, fingerprint, zero1
+from tpcompile.runtime import clip, fingerprint, scaling, zero1
 from tpcompile.runtime import optimizer as optimizers
 from tpcompile.runtime.agree import agree
 from tpcompile.runtime.batch import Batch, Division
 from tpcompile.runtime.data_parallel import check_mode
 from tpcompile.runtime.engine import Capture, Engine, check_values
 from tpcompile.runtime.groups import connect
+from tpcompile.runtime.recompute import check_recompute
 from tpcompile.schedules import check_schedule
 
 
@@ -43,6 +45,8 @@ def compile(
     dropout: str = "local",
     vocab_parallel: bool = True,
     outputs: Literal["all", "loss"] = "all",
+    recompute: str = "none",
+    precision: Literal["bf16", "fp16"] | None = None,
 ) -> Compiled:
     """Compile a model for a mesh of data × pipeline × tensor parallel ranks.
 
@@ -75,6 +79,18 @@ def compile(
     With `vocab_parallel`, tables of embeddings are cut by rows and heads by columns, and their loss is computed on cut scores. With
     `outputs="loss"` nothing but the loss is returned, and such scores are never gathered.
 
+    `data_parallel` says what replicas share out: "ddp" nothing, "zero1" the optimizer's state, "zero2" also gradients and, between steps,
+    parameters, "zero3" the same, and layers' parameters are gathered again for backward. `tpcompile.memory` has the bytes.
+
+    `recompute` trades time for the memory of activations, by layers. "full": a layer keeps what it is given, and runs again in backward,
+    with its collectives. "selective": it also keeps what its linear layers and collectives make; attention, norms and activations run
+    again.
+
+    With `precision`, the model computes in "bf16" or "fp16". Its parameters stay in the type that they have, and are cast where they are
+    used; floating inputs of forward are cast, buffers and what the model itself casts are not. Gradients are in the parameters' type, sums
+    over tensor ranks in float32. With "fp16", `train_step` scales the loss and gives unscaled gradients; where those of any rank overflow,
+    optimizers leave out their next step, on all ranks (`compiled.loss_scale`).
+
     No process group is needed: only running needs one. Raises InputError, CaptureError or Refused, with what to do about it.
     """
     if not isinstance(model, nn.Module):
@@ -95,6 +111,8 @@ def compile(
         dropout=check_dropout(dropout, "compile"),
         vocab_parallel=vocab_parallel,
         outputs=outputs,
+        recompute=check_recompute(recompute, schedule, placed.pp),
+        precision=check_precision(precision),
     )
     compiled = Compiled(model, placed, options, mesh if isinstance(mesh, DeviceMesh) else None)
     if example_inputs is None:
@@ -104,7 +122,7 @@ def compile(
             example_inputs = (example_inputs,)
         positional = example_inputs if isinstance(example_inputs, tuple) else ()
         named = example_inputs if isinstance(example_inputs, Mapping) else {}
-        compiled._capture(batches.bind(model.forward, positional, named))
+        compiled._capture(batches.computing_in(batches.bind(model.forward, positional, named), model.forward, precision))
     return compiled
 
 
@@ -221,6 +239,8 @@ class Compiled:
         own, aliases = dict(self.named_parameters()), self.compilation.program.aliases
         chosen = optimizers.grouped(self.model, aliases, own, groups, call)
         fingerprint.compare({"optimizers": optimizers.described(found, chosen, settings)})
+        if engine.scaler is not None:
+            found = scaling.skipping(found, engine.scaler)
         along = engine.groups.along("dp")
         if self.options.data_parallel == "zero1" and along is not None:
             return zero1.made(found, chosen, settings, along, call)
@@ -232,6 +252,12 @@ class Compiled:
         shared_out = self.mesh.dp > 1 and self.options.data_parallel != "ddp"
         pieces = [name for name in sorted(trained) if shared_out or name in self.compilation.pieces()]
         return optimizers.Holds(tuple(pieces), self.mesh.pp)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """With precision="fp16": what the next step multiplies its loss with for backward."""
+        scaler = self._running("compiled.loss_scale").scaler
+        return None if scaler is None else float(scaler.scale)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients, over all axes, as one device has it; the same on every rank. Collective.
@@ -335,8 +361,8 @@ class Compiled:
         for module in program.modules:
             check_values(module, call)
         modules = [module.to(groups.device) for module in program.modules]
-        capture, mode = self._own(0, first, program), self.options.data_parallel
-        self._engine = Engine(self.model, modules, capture, groups, self.options.schedule, seed[0], mode)
+        capture = self._own(0, first, program)
+        self._engine = Engine(self.model, modules, capture, groups, seed[0], self.options)
         self._captures = [capture]
 
     @staticmethod
@@ -348,6 +374,7 @@ class Compiled:
     def _prepare(self, batch: Batch, call: str, microbatches: int) -> tuple[Capture, dict[str, Tensor]]:
         """The capture for a batch, and the replica's rows by placeholder name. All ranks take the same capture, or raise."""
         division = Division(self._division.replicas, microbatches, self.mesh.pp)
+        batch = batches.computing_in(batch, self.model.forward, self.options.precision)
         if not self._compilations:
             self._capture(batch, call, division)
         engine = self._running(call)
@@ -388,7 +415,7 @@ class Compiled:
                     f"parameter {name} is cut differently than in the first capture of the model",
                     fix="compile a second object for these inputs",
                 )
-        return self._own(engine.adopt(program.modules), compilation, program)
+        return self._own(engine.adopt(program.modules, program.stages, compilation.program), compilation, program)
 
     def _fits(self, compilation: Compilation, batch: Batch, division: Division) -> bool:
         """Whether a capture serves a batch, which it sees in the shape of one micro-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tpcompile import collectives
+from tpcompile.driver import Options
 from tpcompile.errors import InputError, Refused, caller
 from tpcompile.ir import Program, Stage
 from tpcompile.layout import TensorType
@@ -18,11 +20,13 @@ from tpcompile.runtime import outputs, step
 from tpcompile.runtime.data_parallel import Engine as DataParallel
 from tpcompile.runtime.data_parallel import average_rest, check_gradients, distribute, gradients_aside, reached, settle, share_out
 from tpcompile.runtime.groups import Groups
+from tpcompile.runtime.recompute import recompute
+from tpcompile.runtime.scaling import Scaler
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
 from tpcompile.runtime.shared import SharedWeights, follow, join
 from tpcompile.runtime.stage import RankRoot, root_of
 from tpcompile.runtime.summed import summed_once
-from tpcompile.runtime.units import units
+from tpcompile.runtime.units import layers, units
 from tpcompile.schedules import place_of
 from tpcompile.timeline import shared_weights
 
@@ -51,35 +55,42 @@ class Engine:
         modules: Sequence[nn.Module],
         first: Capture,
         groups: Groups,
-        schedule: str,
         seed: int,
-        mode: str = "ddp",
+        options: Options,
     ) -> None:
         self._model, self.groups = model, groups
-        self.root = root_of([self._bound(module) for module in modules], first.program.aliases)
+        self._options = options
+        for module, stage in zip(modules, first.held, strict=True):
+            self._bind(module, stage, first.program, borrows=False)
+        self.root = root_of(modules, first.program.aliases)
         for stage, root in zip(first.held, self.root.stages, strict=True):
             root.sends = bool(stage.sends)
         if isinstance(self.root, RankRoot) and groups.mesh.dp == 1:
             self.root.tie()
         for stage, root in zip(first.held, self.root.stages, strict=True):
-            share_out(root, groups, mode, schedule, units(root.program, stage, first.program))
-        self._schedules = Schedules(self.root, groups, schedule)
+            share_out(root, groups, options.data_parallel, options.schedule, units(root.program, stage, first.program))
+        self._schedules = Schedules(self.root, groups, options.schedule)
+        self.scaler = Scaler(groups) if options.precision == "fp16" else None
         self._seed, self._steps = seed, 0
         self._engine: DataParallel | None = None
         self._trained: frozenset[str] = frozenset()
         self.held = shared_weights(first.stages)
-        at = partial(place_of, schedule, pp=groups.mesh.pp)
+        at = partial(place_of, options.schedule, pp=groups.mesh.pp)
         self.shared = SharedWeights(self.held, groups, at)
         self.homes = {name: at(min(held)) for name, held in self.held.items()}
 
-    def adopt(self, modules: Sequence[nn.Module]) -> int:
+    def adopt(self, modules: Sequence[nn.Module], stages: Sequence[Stage], program: Program) -> int:
         """Another capture's modules; returns its number."""
-        numbers = [root.adopt(self._bound(module)) for root, module in zip(self.root.stages, modules, strict=True)]
+        for module, stage in zip(modules, stages, strict=True):
+            self._bind(module, stage, program, borrows=True)
+        numbers = [root.adopt(module) for root, module in zip(self.root.stages, modules, strict=True)]
         return numbers[0]
 
-    def _bound(self, module: nn.Module) -> nn.Module:
+    def _bind(self, module: nn.Module, stage: Stage, program: Program, *, borrows: bool) -> None:
+        """Give an emitted module its process groups, and let its layers run again in backward, if they are to."""
         collectives.bind(module, self.groups.names)
-        return module
+        draws = self._options.dropout == "fast"
+        recompute(module, layers(stage, program), self._options.recompute, borrows=borrows, draws=draws)
 
     def _prepare(self, capture: Capture, *, gradients: bool) -> DataParallel:
         """The module to call. With gradients, it averages them over dp; that is set up once, for the parameters trained then."""
@@ -103,19 +114,21 @@ class Engine:
         """Forward and backward of the replica's rows; the loss of the whole batch."""
         engine = self._prepare(capture, gradients=True)
         work = self._work(capture, tensors, microbatches)
-        with torch.enable_grad():
+        scale = self.scaler.scale if self.scaler else None
+        with torch.enable_grad(), gradients_aside(self.root) if self.groups.mesh.pp > 1 or self.scaler else nullcontext():
             if self.groups.mesh.pp > 1:
-                with gradients_aside(self.root):
-                    with summed_once(self.root, capture.held, self.groups):
-                        losses = self._schedules.train(work)
-                        average_rest(self.root, self.groups, capture.trained)
-                        join(self.root)
-                    self.shared.sum_gradients(self.root)
-                    check_gradients(self.root, capture.trained)
+                self._schedules.scale = scale
+                with summed_once(self.root, capture.held, self.groups):
+                    losses = self._schedules.train(work)
+                    average_rest(self.root, self.groups, capture.trained)
+                    join(self.root)
+                self.shared.sum_gradients(self.root)
             else:
                 with summed_once(self.root, capture.held, self.groups):
-                    losses = step.accumulate(engine, work)
-                check_gradients(self.root, capture.trained)
+                    losses = step.accumulate(engine, work, scale)
+            check_gradients(self.root, capture.trained)
+            if self.scaler:
+                self.scaler.unscale(list(self.root.parameters()))
         return step.report(losses, _loss_type(capture.program), self.groups, self._schedules.last)
 
     def forward(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Any:

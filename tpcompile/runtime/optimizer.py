@@ -166,6 +166,11 @@ def made(kind: type[Optimizer], groups: list[dict[str, Any]], settings: Mapping[
         raise InputError(str(error), at=call, source=caller(), fix=f"use the settings of {kind.__name__}") from error
 
 
+def inner(step: Any, optimizer: Any, closure: Any = None) -> Any:
+    """The step of a class below, as part of another: torch runs a step's hooks for the outer one alone."""
+    return step.__wrapped__(optimizer, closure) if getattr(step, "hooked", False) else step(closure)
+
+
 def dtype_of(model: nn.Module) -> torch.dtype:
     """The type in which a norm over all gradients is given: the widest of the parameters', float32 at least."""
     found = torch.float32

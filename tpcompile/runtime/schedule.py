@@ -64,6 +64,7 @@ class Schedules:
         here = groups.coordinates["pp"] == self.last and groups.mesh.pp > 1
         self._end: StageRoot | None = root.stages[-1] if here else None  # the last stage, where it is this rank's
         self._made: dict[tuple[object, ...], Made] = {}
+        self.scale: Tensor | None = None  # what losses are multiplied with, for backward
 
     def train(self, work: Work) -> list[Tensor]:
         """Forward and backward of all micro-batches; the losses of each where the last stage is, nothing elsewhere."""
@@ -73,7 +74,7 @@ class Schedules:
         target = torch.zeros(work.microbatches, device=self._groups.device) if self._end else None
         with self._loss_alone():
             schedule.step(target=target, losses=losses if self._end else None, return_outputs=False, **inputs)
-        return [loss.detach() for loss in losses]
+        return [loss.detach() if self.scale is None else loss.detach() / self.scale for loss in losses]
 
     def evaluate(self, work: Work) -> list[tuple[Tensor, ...]]:
         """Forward of all micro-batches; the outputs of each where the last stage is, nothing elsewhere."""
@@ -95,6 +96,11 @@ class Schedules:
             if self._end:
                 self._end.loss_only, self._end.collected = False, None
 
+    def _loss(self, outputs: Any, target: Tensor) -> Tensor:
+        """The loss that the program itself computes; there is no target to compare with."""
+        loss: Tensor = outputs[0]
+        return loss if self.scale is None else loss.float() * self.scale
+
     @staticmethod
     def _keywords(inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs under names that the schedule's own keywords (target, losses) cannot have."""
@@ -113,7 +119,8 @@ class Schedules:
         chunks = self._keywords({name: _Replicate() if dim is None else TensorChunkSpec(dim) for name, dim in work.dims.items()})  # type: ignore[no-untyped-call]
         kind: Any = getattr(torchs, self._schedule.kind)
         several = issubclass(kind, torchs.PipelineScheduleMulti)
-        made: Made = kind(pieces if several else pieces[0], work.microbatches, loss_fn=_first if train else None, scale_grads=False)
+        loss_fn = self._loss if train else None
+        made: Made = kind(pieces if several else pieces[0], work.microbatches, loss_fn=loss_fn, scale_grads=False)
         made._kwargs_chunk_spec = chunks  # not every class has the argument
         if isinstance(made, torchs._PipelineScheduleRuntime) and not train:
             orders = made.pipeline_order_with_comms
@@ -140,12 +147,6 @@ def _forward_only(order: Sequence[torchs._Action]) -> Iterator[torchs._Action]:
     kept = (torchs.FORWARD, torchs.SEND_F, torchs.RECV_F, torchs.UNSHARD, torchs.RESHARD)
     for action in order:
         yield from (part for part in action.sub_actions or (action,) if part.computation_type in kept)
-
-
-def _first(outputs: Any, target: Tensor) -> Tensor:
-    """The loss that the program itself computes; there is no target to compare with."""
-    loss: Tensor = outputs[0]
-    return loss
 
 
 def _examples(boundaries: Sequence[Boundary], sizes: Mapping[sympy.Symbol, int], coordinate: int) -> tuple[Tensor, ...]:

@@ -83,8 +83,11 @@ def rng_keys(seed: int, step: int, microbatches: int, groups: Groups) -> Tensor:
     return torch.tensor([[mix(seed, step), first + index, parts] for index in range(microbatches)], device=groups.device)
 
 
-def accumulate(engine: Engine, work: Work) -> list[Tensor]:
-    """Forward and backward of every micro-batch without a pipeline; replicas reduce with the last one."""
+def accumulate(engine: Engine, work: Work, scale: Tensor | None = None) -> list[Tensor]:
+    """Forward and backward of every micro-batch without a pipeline; replicas reduce with the last one.
+
+    Gradients are those of the loss multiplied with `scale`, if there is one.
+    """
     losses = []
     for index in range(work.microbatches):
         last = index == work.microbatches - 1
@@ -92,7 +95,7 @@ def accumulate(engine: Engine, work: Work) -> list[Tensor]:
         reduce_now(engine, last)
         with quiet:
             loss = engine(**part(work.inputs, work.dims, index, work.microbatches))[0]
-            loss.backward()
+            (loss if scale is None else loss.float() * scale).backward()
         losses.append(loss.detach())
     return losses
 

@@ -1,4 +1,4 @@
-"""The submodules whose parameters torch's engine shards, gathers and reduces together: the layers of a stage; its root takes the rest."""
+"""The layers of an emitted stage: what torch's engines shard, gather, reduce and run again together; a stage's root takes the rest."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def units(module: nn.Module, stage: Stage, program: Program) -> tuple[nn.Module,
         return all(len(inside) == 1 for inside in within)
 
     return tuple(module.get_submodule(layer) for layer in found if alone(layer))
+
+
+def layers(stage: Stage, program: Program) -> tuple[str, ...]:
+    """The layers of a stage that run as modules of their own."""
+    paths = {name: source.path for name, source in program.sources.items()}
+    return tuple(dict.fromkeys(part.layer for part in arrange(stage, paths, program.layers) if part.layer))

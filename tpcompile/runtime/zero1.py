@@ -60,8 +60,7 @@ class _Shared:
             raise TypeError("an optimizer whose state is shared out takes no closure: call train_step before step")
         for own in self._owned:
             own.take_gradient()
-        step: Any = super().step  # type: ignore[misc]
-        found: float | None = step.__wrapped__(self) if getattr(step, "hooked", False) else step()  # hooks run for the outer one alone
+        found: float | None = optimizers.inner(super().step, self)  # type: ignore[misc]
         for own in self._owned:
             own.part.grad = None
         gather(self._owned)

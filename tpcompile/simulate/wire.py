@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tpcompile.collectives import held_by, holders, overlap, piece, spread, take
+from tpcompile.collectives import held_by, holders, overlap, piece, spread, summed_in, take
 
 Work = Callable[..., Sequence[Tensor]]
 """A function of a value on all ranks."""
@@ -81,9 +81,10 @@ class Line:
         """Every rank gets the sum."""
 
         def work(*values: Tensor) -> list[Tensor]:
-            self.note(direction, "all_reduce", values[self.wire.rank])
-            total = torch.stack(values).sum(0)
-            return [total.clone() for _ in values]
+            wide = [value.to(summed_in(value.dtype)) for value in values]
+            self.note(direction, "all_reduce", wide[self.wire.rank])
+            total = torch.stack(wide).sum(0)
+            return [total.to(value.dtype, copy=True) for value in values]
 
         return work
 
@@ -104,9 +105,10 @@ class Line:
             ranks, whole = len(pieces), max(bounds)
             if not (several := overlap(bounds, ranks)):
                 return list(pieces)
-            full = [spread(piece, dim, held_by(bounds, c, ranks), whole) for c, piece in enumerate(pieces)]
+            wide = [held.to(summed_in(held.dtype)) for held in pieces]
+            full = [spread(held, dim, held_by(bounds, c, ranks), whole) for c, held in enumerate(wide)]
             self.note(direction, "all_reduce", take(full[self.wire.rank], dim, several))
-            total = torch.stack(full).sum(0)
+            total = torch.stack(full).sum(0).to(pieces[0].dtype)
             return [take(total, dim, held_by(bounds, c, ranks)) for c in range(ranks)]
 
         return work
@@ -143,9 +145,10 @@ class Line:
         """Every rank gets its piece of the sum; pieces travel as long as the longest."""
 
         def work(*values: Tensor) -> list[Tensor]:
-            longest = values[0].narrow(dim, 0, piece(length, 0, len(values))[1])
+            wide = [value.to(summed_in(value.dtype)) for value in values]
+            longest = wide[0].narrow(dim, 0, piece(length, 0, len(values))[1])
             self.note(direction, "reduce_scatter", *[longest] * len(values))
-            total = torch.stack(values).sum(0)
+            total = torch.stack(wide).sum(0).to(values[0].dtype)
             return list(self.own_positions(dim, length)(*[total] * len(values)))
 
         return work

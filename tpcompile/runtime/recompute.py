@@ -1,0 +1,80 @@
+"""Layers that keep less for backward, and run forward again there.
+
+    "full"        a layer keeps what it is given alone; its collectives run again too
+    "selective"   a layer keeps what its linear layers and its collectives make; attention, norms and activations run again
+
+torch's non-reentrant checkpoints do both. Dropout and other random numbers have keys, so that a second run draws the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tpcompile.collectives import COLLECTIVES
+from tpcompile.errors import InputError, Refused, caller
+from tpcompile.sharing import WHOLE_BACKWARD
+
+KINDS = ("none", "full", "selective")
+
+aten = torch.ops.aten
+KEPT = frozenset((aten.addmm.default, aten.convolution.default, aten.linear.default, aten.mm.default))
+"""What "selective" keeps of torch's operators: products with weights, which cost more than what stands between them."""
+
+
+def check_recompute(how: str, schedule: str, pp: int) -> str:
+    """Raises InputError for a way of recomputing that there is not, and Refused under schedules for which no test has shown it right."""
+    at = f"compile(recompute={how!r})"
+    if how not in KINDS:
+        raise InputError(f"there is no recompute {how!r}", at=at, source=caller(), fix='use recompute="none", "full" or "selective"')
+    if how != "none" and pp > 1 and schedule not in WHOLE_BACKWARD:
+        what = f"schedule {schedule} divides backward in two, and each half would run forward again"
+        raise Refused(what, at=at, source=caller(), fix=f'use recompute="none", or schedule="{WHOLE_BACKWARD[0]}"')
+    return how
+
+
+def recompute(module: nn.Module, layers: Sequence[str], how: str, *, borrows: bool, draws: bool) -> None:
+    """Let these layers of an emitted module run again in backward, from now on.
+
+    A module that `borrows` its parameters has them only while its forward runs. With `draws`, something draws from torch's own generator,
+    whose state is then set back for the second run.
+    """
+    for path in layers if how != "none" else ():
+        layer = module.get_submodule(path)
+        layer.forward = _Again(layer, layer.forward, how, borrows, draws)
+
+
+class _Again:
+    """A layer's forward, as a checkpoint."""
+
+    def __init__(self, layer: nn.Module, body: Callable[..., Any], how: str, borrows: bool, draws: bool) -> None:
+        self._layer, self._body, self._borrows = layer, body, borrows
+        # no early stop: which collectives run again must not depend on what autograd keeps
+        self._settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws, "early_stop": False}
+        if how == "selective":
+            self._settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+
+    def __call__(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._body(*args)
+        run = self._body
+        if self._borrows:
+            run = partial(self._with, dict(self._layer.named_parameters()))
+        return checkpoint(run, *args, **self._settings)
+
+    def _with(self, parameters: dict[str, Any], *args: Any) -> Any:
+        with _reparametrize_module(self._layer, parameters):
+            return self._body(*args)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = str(op).split(".")
+    ours = COLLECTIVES.get(name[1]) if name[0] == "tpcompile" else None
+    kept = op in KEPT or (ours is not None and bool(ours.forward))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
