@@ -11,6 +11,7 @@ import torch
 from parity_models import VOCABULARY, causal_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.nn import functional as F
 from training_workers import batch as labelled
 from training_workers import gpt2, turning
@@ -18,8 +19,12 @@ from training_workers import gpt2, turning
 import tpcompile
 from tpcompile.inspect import memory as inspect_memory
 from tpcompile.memory import Memory, memory
+from tpcompile.mesh import Mesh
+from tpcompile.precision import TYPES
 from tpcompile.runtime.compiled import Compiled
 from tpcompile.runtime.data_parallel import local
+from tpcompile.runtime.groups import connect
+from tpcompile.runtime.scaling import START, Scaler, skipping
 
 LR, EPS = 1e-2, 1e-6
 
@@ -224,6 +229,80 @@ def captures(case: Case, compiled: Compiled) -> Found:
 
 def run_captures(cases: tuple[Case, ...]) -> list[Found]:
     return [captures(case, case.compiled(turning())) for case in cases]
+
+
+@dataclass
+class Narrow:
+    """A rank that computed in 16 bits, beside one device that casts its parameters likewise; errors as parts of the largest."""
+
+    losses: list[float] = field(default_factory=list)
+    loss_error: float = 0.0
+    norm_error: float = 0.0
+    gradients: float = 0.0
+    scales: list[float | None] = field(default_factory=list)
+    moved: list[bool] = field(default_factory=list)  # whether the step of the optimizer changed parameters
+    types: frozenset[torch.dtype] = frozenset()
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def narrow(case: Case, precision: Any) -> Narrow:
+    """Three steps of AdamW; the reference takes on the compiled parameters before each."""
+    dtype, found = TYPES[precision], Narrow()
+    model, alone = case.made().float(), case.made().float()
+    settings: dict[str, Any] = {"data_parallel": case.data_parallel, "recompute": case.recompute, "loss": MODELS[case.model][1]}
+    compiled = tpcompile.compile(model, case.mesh, case.batch(0), precision=precision, **settings)
+    optimizer, reference = compiled.optimizer(torch.optim.AdamW, lr=LR, eps=EPS), torch.optim.AdamW(alone.parameters(), lr=LR, eps=EPS)
+    pieces, named = compiled.program().parameters, dict(alone.named_parameters())
+    for step in range(3):
+        loss = compiled.train_step(**case.batch(step))
+        cast = {name: p.to(dtype) for name, p in named.items()}
+        expected = functional_call(alone, cast, (), case.batch(step))["loss"]
+        scale = found.scales[-1] if found.scales else START if precision == "fp16" else None
+        (expected.float() * (scale or 1.0)).backward()
+        for p in named.values():
+            assert p.grad is not None
+            p.grad /= scale or 1.0
+        found.losses.append(loss.item())
+        found.loss_error = max(found.loss_error, abs(loss.item() - expected.item()))
+        norm, own = compiled.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        finite = bool(norm.isfinite())
+        if finite:
+            found.norm_error = max(found.norm_error, abs(norm.item() / own.item() - 1))
+            largest = max(_largest(p.grad) for p in named.values())
+            for name, p in compiled.named_parameters():
+                error = _largest(whole(p.grad) - pieces[name].of(named[name].grad)) / largest
+                found.gradients = max(found.gradients, error)
+        before = [whole(p).clone() for p in compiled.parameters()]
+        optimizer.step()
+        found.moved.append(not all(torch.equal(whole(p), old) for p, old in zip(compiled.parameters(), before, strict=True)))
+        if finite:
+            reference.step()
+        found.types |= {p.grad.dtype for p in compiled.parameters() if p.grad is not None}
+        optimizer.zero_grad()
+        reference.zero_grad()
+        found.scales.append(compiled.loss_scale)
+    found.parameters = {name: whole(p).clone() for name, p in compiled.named_parameters()}
+    return found
+
+
+def run_narrow(cases: tuple[tuple[Case, str], ...]) -> list[Narrow]:
+    return [narrow(case, precision) for case, precision in cases]
+
+
+def one_overflows() -> list[tuple[float, bool, bool]]:
+    """Three rounds, in the second of which the second rank's gradient is infinite: scales, and whether a step changes the parameter."""
+    groups = connect(Mesh(dp=2), None, "")
+    scaler, found = Scaler(groups), []
+    p = nn.Parameter(torch.ones(3))
+    optimizers = [skipping(torch.optim.SGD, scaler)([p], lr=1.0) for _ in range(2)]  # type: ignore[call-arg]
+    for round in range(3):
+        p.grad = torch.full((3,), float("inf") if round == 1 and groups.rank == 1 else scaler.scale.item())
+        scaler.unscale([p])
+        before = p.detach().clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        found.append((scaler.scale.item(), bool(torch.equal(p, before)), bool(torch.equal(p, before - 2))))
+    return found
 
 
 @dataclass(frozen=True)
