@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,10 +24,14 @@ from tpcompile.runtime import clip, fingerprint, scaling, zero1
 from tpcompile.runtime import optimizer as optimizers
 from tpcompile.runtime.agree import agree
 from tpcompile.runtime.batch import Batch, Division
-from tpcompile.runtime.data_parallel import check_mode
+from tpcompile.runtime.checkpoint import Checkpoints, Running, Stateful
+from tpcompile.runtime.checkpoint.full import full_state_dict, save_pretrained
+from tpcompile.runtime.checkpoint.together import together
+from tpcompile.runtime.data_parallel import check_mode, settle
 from tpcompile.runtime.engine import Capture, Engine, check_values
 from tpcompile.runtime.groups import connect
 from tpcompile.runtime.recompute import check_recompute
+from tpcompile.runtime.weights import Weights, fill, fill_buffers
 from tpcompile.schedules import check_schedule
 
 
@@ -47,6 +53,7 @@ def compile(
     outputs: Literal["all", "loss"] = "all",
     recompute: str = "none",
     precision: Literal["bf16", "fp16"] | None = None,
+    weights: str | Path | None = None,
 ) -> Compiled:
     """Compile a model for a mesh of data × pipeline × tensor parallel ranks.
 
@@ -91,6 +98,9 @@ def compile(
     over tensor ranks in float32. With "fp16", `train_step` scales the loss and gives unscaled gradients; where those of any rank overflow,
     optimizers leave out their next step, on all ranks (`compiled.loss_scale`).
 
+    `weights` is a directory of safetensors, `model.safetensors` or several files with their index, or one file: each rank reads its own
+    slices of it when it first runs, and nothing else, so that the model can be on the meta device. Names are those of its state dict.
+
     No process group is needed: only running needs one. Raises InputError, CaptureError or Refused, with what to do about it.
     """
     if not isinstance(model, nn.Module):
@@ -114,7 +124,7 @@ def compile(
         recompute=check_recompute(recompute, schedule, placed.pp),
         precision=check_precision(precision),
     )
-    compiled = Compiled(model, placed, options, mesh if isinstance(mesh, DeviceMesh) else None)
+    compiled = Compiled(model, placed, options, mesh if isinstance(mesh, DeviceMesh) else None, weights)
     if example_inputs is None:
         example_inputs = getattr(model, "dummy_inputs", None)
     if example_inputs is not None:
@@ -136,7 +146,10 @@ class Evaluated(NamedTuple):
 class Compiled:
     """A compiled model. It holds this rank's part; explaining it and reading any rank's program need no process group."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, options: Options, devices: DeviceMesh | None) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, options: Options, devices: DeviceMesh | None, weights: str | Path | None = None
+    ) -> None:
+        self._weights = None if weights is None else Weights(weights)
         self.model, self.mesh, self.options = model, mesh, options
         self._devices = devices
         self._division = Division.of(mesh, options.microbatches, options.split_batches)
@@ -145,6 +158,7 @@ class Compiled:
         self._checked: set[tuple[object, ...]] = set()  # the sizes of batches whose parts go the whole batch's way
         self._engine: Engine | None = None
         self._program: RankProgram | None = None
+        self._checkpoints = Checkpoints()
 
     # ---------------------------------------------------------------------------------------- reading
 
@@ -282,6 +296,66 @@ class Compiled:
         clip.clip(dict(self.named_parameters()), total, float(max_norm))
         return total
 
+    # ----------------------------------------------------------------------------------------- on disk
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        objects: Mapping[str, Stateful] | None = None,
+        step: int | None = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> Path | Future[Path]:
+        """Write a checkpoint into a directory of checkpoints, and return its path. Collective; any mesh can load it.
+
+        It holds parameters and buffers under the names of the user's model, what the `optimizer` keeps, the states of the learning-rate
+        `scheduler` and of other `objects` (rank 0's), torch's generators, and the seed and step of dropout; gradients are not in it.
+        `step`, by default the number of calls so far, names it, and comes back from `load`. All but the newest `keep` are removed.
+        A checkpoint has its name only when all of it is on the disk: a process that is killed leaves the one before.
+        With `wait=False` it is copied to the CPU and written in the background: the result is a future of the path. Wait for it before
+        the process group is destroyed. All ranks must see the same directory.
+        """
+        named = {**({} if scheduler is None else {"scheduler": scheduler}), **(objects or {})}
+        running = self._on_disk("compiled.save")
+        return self._checkpoints.save(running, Path(directory), optimizer, named, step, keep, wait)
+
+    def load(
+        self,
+        directory: str | Path,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        objects: Mapping[str, Stateful] | None = None,
+        missing_ok: bool = False,
+    ) -> int:
+        """Take everything from a checkpoint, or from the newest of a directory of them; returns the step that it was saved with.
+
+        It may have been saved on any mesh, or on one device. Each rank reads the boxes that it holds into tensors of its own, which take
+        the old ones' place when all ranks have all of theirs: an error, InputError with the file and the key, leaves everything as it
+        was. Without a checkpoint, `missing_ok` makes the result 0. Collective.
+        """
+        named = {**({} if scheduler is None else {"scheduler": scheduler}), **(objects or {})}
+        return self._checkpoints.load(self._on_disk("compiled.load"), Path(directory), optimizer, named, missing_ok)
+
+    def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """Whole tensors on the CPU under the keys of the user's model, tied twins and saved buffers too; `model.load_state_dict` takes it.
+
+        On rank 0, and an empty dictionary on the others; with `everywhere`, on all ranks. Collective: every rank calls it.
+        """
+        return full_state_dict(self._on_disk("compiled.full_state_dict"), everywhere=everywhere)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write whole weights as the user's model does: through its `save_pretrained`, else one `model.safetensors`. Collective."""
+        save_pretrained(self._on_disk("compiled.save_pretrained"), Path(directory))
+
+    def _on_disk(self, call: str) -> Running:
+        engine = self._running(call)
+        settle(engine.root)
+        return Running(self.model, engine, tuple(self.named_parameters()), self._own_program(engine.groups.rank).parameters)
+
     # ---------------------------------------------------------------------------------------- running
 
     def train_step(self, *args: Any, **batch: Any) -> Tensor:
@@ -358,6 +432,8 @@ class Compiled:
         if groups.devices is not None:
             dist.broadcast_object_list(seed, src=0)
         first, program = self.compilation, self._own_program(groups.rank)
+        if (source := self._weights) is not None:
+            together(lambda: fill(program.modules, self.model, source, program.parameters, groups.device))
         for module in program.modules:
             check_values(module, call)
         modules = [module.to(groups.device) for module in program.modules]
@@ -415,6 +491,8 @@ class Compiled:
                     f"parameter {name} is cut differently than in the first capture of the model",
                     fix="compile a second object for these inputs",
                 )
+        if (source := self._weights) is not None:
+            together(lambda: fill_buffers(program.modules, self.model, source, engine.groups.device))
         return self._own(engine.adopt(program.modules, program.stages, compilation.program), compilation, program)
 
     def _fits(self, compilation: Compilation, batch: Batch, division: Division) -> bool:

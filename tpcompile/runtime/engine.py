@@ -79,6 +79,15 @@ class Engine:
         self.shared = SharedWeights(self.held, groups, at)
         self.homes = {name: at(min(held)) for name, held in self.held.items()}
 
+    @property
+    def clock(self) -> tuple[int, int]:
+        """The seed and the number of the next step: what masks of dropout depend on."""
+        return self._seed, self._steps
+
+    @clock.setter
+    def clock(self, value: tuple[int, int]) -> None:
+        self._seed, self._steps = value
+
     def adopt(self, modules: Sequence[nn.Module], stages: Sequence[Stage], program: Program) -> int:
         """Another capture's modules; returns its number."""
         for module, stage in zip(modules, stages, strict=True):
@@ -185,7 +194,7 @@ def check_values(module: nn.Module, call: str) -> None:
                 f"parameter {name} is on the meta device: it has no values",
                 at=call,
                 source=caller(),
-                fix="initialise the model (model.to_empty(device=...), then its weights) before it is compiled",
+                fix="pass weights= to compile, or initialise the model (model.to_empty(device=...), then its weights) before",
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,16 @@ class StageRoot(nn.Module):
     def named_own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the user's model."""
         return ((self._aliases.get(name, name), p) for name, p in self.program.named_parameters())
+
+    def named_state(self, saved: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of this stage that are state: those named in `saved`, and those that forward has updated."""
+        return ((name, value) for name, value in self.program.named_buffers() if name in saved or name in self._updated)
+
+    def restore(self, name: str, value: Tensor) -> None:
+        """Another value for a buffer, in all captures, those made later too."""
+        self._updated[name] = value
+        for module in (self.program, *(other for (other,) in self._others)):
+            self._put(module, name, value)
 
     def begin(self, updates: Sequence[str], inputs: Sequence[str] | None = None) -> None:
         """A step of a capture begins, whose forward takes these inputs, of those that it is given, and gives these buffers new values."""
@@ -141,6 +151,21 @@ class RankRoot(nn.Module):
                 if name not in seen:
                     seen.add(name)
                     yield name, p
+
+    def named_state(self, saved: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of all stages that are state, each name once."""
+        seen = set[str]()
+        for stage in self.stages:
+            for name, value in stage.named_state(saved):
+                if name not in seen:
+                    seen.add(name)
+                    yield name, value
+
+    def restore(self, name: str, value: Tensor) -> None:
+        """Another value for a buffer, in all stages that hold it."""
+        for stage in self.stages:
+            if name in dict(stage.program.named_buffers()):
+                stage.restore(name, value)
 
     def tie(self) -> None:
         """Let all stages of this rank hold the same tensor for what several of them use."""
