@@ -83,7 +83,7 @@ def score_ends(program: Program, names: Collection[str]) -> Iterator[tuple[Op, s
 
 
 def of_vocabularies(program: Program, found: Sequence[Cone], names: Collection[str], known: Iterable[Cone]) -> list[Cone]:
-    """The cones of `score_ends` that have heads alone for columns, and one of them that is a vocabulary's; and why other heads have none."""
+    """The cones of `score_ends` whose columns are heads, one of them a vocabulary's; and why other heads have none."""
     nodes, known = program.nodes(), [cone for cone in known if cone.kind == "vocabulary"]
     cones = [cone for cone in found if cone.columns and set(cone.columns) <= set(names)]
     words = {column for cone in known for column in cone.columns}

@@ -154,7 +154,7 @@ def test_a_buffer_that_nothing_sets(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Table()
     with pytest.raises(InputError) as error:
-        compiled(model, tmp_path, {"x": torch.ones(2, 4)}).module
+        compiled(model, tmp_path, {"x": torch.ones(2, 4)}).parameters().__next__()
     assert str(error.value).startswith("buffer table is on the meta device, in no file, and not set by the model's initialiser")
     made = compiled(Table(), tmp_path, {"x": torch.ones(2, 4)})  # with values, it keeps its own
     assert made.train_step(x=torch.ones(2, 4)).isfinite()

@@ -20,6 +20,7 @@ from tpcompile.runtime import outputs, step
 from tpcompile.runtime.data_parallel import Engine as DataParallel
 from tpcompile.runtime.data_parallel import average_rest, check_gradients, distribute, gradients_aside, reached, settle, share_out
 from tpcompile.runtime.groups import Groups
+from tpcompile.runtime.mark import Mark, placed
 from tpcompile.runtime.recompute import recompute
 from tpcompile.runtime.scaling import Scaler
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
@@ -72,6 +73,7 @@ class Engine:
         self._schedules = Schedules(self.root, groups, options.schedule)
         self.scaler = Scaler(groups) if options.precision == "fp16" else None
         self._seed, self._steps = seed, 0
+        self.mark = Mark()
         self._engine: DataParallel | None = None
         self._trained: frozenset[str] = frozenset()
         self.held = shared_weights(first.stages)
@@ -119,6 +121,7 @@ class Engine:
             raise Refused(what, fix="compile a second object for these inputs")
         return self._engine
 
+    @placed("training")
     def train(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Tensor:
         """Forward and backward of the replica's rows; the loss of the whole batch."""
         engine = self._prepare(capture, gradients=True)
@@ -140,6 +143,7 @@ class Engine:
                 self.scaler.unscale(list(self.root.parameters()))
         return step.report(losses, _loss_type(capture.program), self.groups, self._schedules.last)
 
+    @placed("forward")
     def forward(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Any:
         """The output for the replica's rows, in the model's own type; without a pipeline it can be differentiated."""
         return outputs.rebuild(capture.program, self._values(capture, tensors, microbatches))

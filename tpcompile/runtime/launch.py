@@ -12,35 +12,52 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tpcompile.errors import InputError, TpcompileError, caller
 from tpcompile.mesh import Mesh
-from tpcompile.runtime import recorded
+from tpcompile.runtime import mark, recorded
+
+_PATIENCE = 3.0
+"""Seconds for which a process whose peers do not answer leaves the first word to them."""
 
 
 class ProcessError(TpcompileError):
-    """A process that `launch` started has failed. `rank` is the first one that did, `trace` its own traceback."""
+    """A process that `launch` started has failed. `rank` is the first one that did, `trace` its own traceback.
 
-    def __init__(self, rank: int, reason: str, trace: str) -> None:
-        self.rank, self.trace = rank, trace
-        super().__init__(f"rank {rank} failed: {reason}\n\n{trace}".rstrip())
+    `place` says where it was: its pipeline stage and its step, as far as it had come.
+    """
+
+    def __init__(self, rank: int, reason: str, trace: str, place: str = "", others: str = "") -> None:
+        self.rank, self.trace, self.place = rank, trace, place
+        text = f"rank {rank} failed{f' ({place})' if place else ''}: {reason}" + (f"\n{others}" if others else "")
+        super().__init__(f"{text}\n\n{trace}".rstrip())
 
 
-def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, device: str = "cpu", backend: str = "") -> list[Any]:
+def launch(
+    fn: Callable[..., Any],
+    mesh: Mesh | DeviceMesh | str,
+    *args: Any,
+    device: str = "cpu",
+    backend: str = "",
+    timeout: float = 1800.0,
+    logs: Literal["first", "all"] = "first",
+) -> list[Any]:
     """Run `fn(*args)` in one local process per rank of the mesh, and return what each rank returned.
 
     `fn` is a function at the top of a module that the processes can import; its results must be picklable. The default process group
     is there when it runs: gloo on "cpu", NCCL on "cuda" with one GPU per process; with `backend="recorded"`, on "cpu", one that notes
-    every call (`tpcompile.runtime.recorded`). Raises ProcessError when a process fails.
+    every call (`tpcompile.runtime.recorded`). What rank 0 prints is seen, with `logs="all"` what all print. Raises ProcessError when a
+    process fails, or waits for another for more than `timeout` seconds; all are ended then.
     """
     ranks = Mesh.of(mesh).size
     if device == "cuda" and torch.cuda.device_count() < ranks:
@@ -52,7 +69,7 @@ def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, de
         )
     call = _pickled(fn, args)
     _preload(fn)
-    with tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as directory:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -63,14 +80,14 @@ def launch(fn: Callable[..., Any], mesh: Mesh | DeviceMesh | str, *args: Any, de
             local_addr="localhost",
             max_restarts=0,
             start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            logs_specs=DefaultLogsSpecs(log_dir=directory, redirects={rank: Std.ALL for rank in range(1, ranks) if logs == "first"}),
             shutdown_timeout=5,
         )
         try:
             with _quiet(logging.getLogger("torch.distributed.elastic.multiprocessing.api")):
-                results = elastic_launch(config, _worker)(call, device, backend, logs)
+                results = elastic_launch(config, _worker)(call, device, backend, directory, timeout)
         except ChildFailedError as error:
-            raise _cause(error, Path(logs)) from None
+            raise _cause(error, Path(directory), Mesh.of(mesh)) from None
     return [pickle.loads(results[rank]) for rank in range(ranks)]
 
 
@@ -105,23 +122,25 @@ def _preload(fn: Callable[..., Any]) -> None:
     multiprocessing.set_forkserver_preload(modules)
 
 
-def _worker(call: bytes, device: str, backend: str, logs: str) -> bytes:
+def _worker(call: bytes, device: str, backend: str, logs: str, seconds: float) -> bytes:
     """What every process runs: a process group around the user's function."""
-    local = int(os.environ["LOCAL_RANK"])
+    local, timeout = int(os.environ["LOCAL_RANK"]), timedelta(seconds=seconds)
     if device == "cuda":
         torch.cuda.set_device(local)
-        dist.init_process_group(backend or "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local))
+        dist.init_process_group(backend or "cpu:gloo,cuda:nccl", timeout=timeout, device_id=torch.device("cuda", local))
     else:
         os.environ["OMP_NUM_THREADS"] = "1"  # torch is loaded already; other libraries may not be
         torch.set_num_threads(1)
         if backend == recorded.BACKEND:
             recorded.register()
-        dist.init_process_group(backend or "gloo")
+        dist.init_process_group(backend or "gloo", timeout=timeout)
     try:
         fn, args = pickle.loads(call)
         result = pickle.dumps(fn(*args))
     except Exception as error:
         _report(error, Path(logs))
+        if _is_of_the_group(error):
+            time.sleep(_PATIENCE)  # the process that this one lost is found first, and this one is ended
         raise SystemExit(1) from None
     if dist.is_initialized():
         dist.barrier()
@@ -132,16 +151,31 @@ def _worker(call: bytes, device: str, backend: str, logs: str) -> bytes:
 def _report(error: Exception, logs: Path) -> None:
     """Leave word of a failure, with its time: others fail because of the first."""
     trace = traceback.format_exception(type(error), error, error.__traceback__.tb_next if error.__traceback__ else None)
-    reason = "".join(traceback.format_exception_only(error)).strip()
+    told = traceback.TracebackException.from_exception(error)
+    told.__notes__ = []  # they say where it was, and so does the mark
+    reason = "".join(told.format_exception_only()).strip()
     found = {"time": time.monotonic_ns(), "reason": reason, "trace": "".join(trace)}
     (logs / f"failure_{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def _cause(error: ChildFailedError, logs: Path) -> ProcessError:
-    """The first failure that a process left word of; else what torch's launcher saw, such as a signal."""
-    failures = [(json.loads(path.read_text()), int(path.stem.split("_")[1])) for path in logs.glob("failure_*.json")]
-    if failures:
-        first, rank = min(failures, key=lambda failure: failure[0]["time"])
-        return ProcessError(rank, first["reason"], first["trace"])
+def _is_of_the_group(error: Exception) -> bool:
+    """Whether an error says that another process does not answer."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(
+        word in text for word in ("connection closed", "connection reset", "broken pipe", "gloo")
+    )
+
+
+def _cause(error: ChildFailedError, logs: Path, mesh: Mesh) -> ProcessError:
+    """The process that died, if one did without a word; else the first that left one."""
     rank, seen = error.get_first_failure()
-    return ProcessError(rank, str(seen.message), "")
+    reason, trace, others = str(seen.message), "", ""
+    places = mark.read(logs)
+    failures = [(json.loads(path.read_text()), int(path.stem.split("_")[1])) for path in logs.glob("failure_*.json")]
+    if failures and (seen.exitcode >= 0 or any(rank == peer for _, peer in failures)):
+        first, rank = min(failures, key=lambda failure: failure[0]["time"])
+        reason, trace = first["reason"], first["trace"]
+    if "timed out" in reason.lower():
+        others = "\n".join(f"  rank {peer} was at: {place}" for peer, place in sorted(places.items()) if peer != rank)
+    stage = f"stage {mesh.coordinates(rank)['pp']}, " if mesh.pp > 1 else ""
+    return ProcessError(rank, reason, trace, f"{stage}{places[rank]}" if rank in places else "", others)

@@ -56,6 +56,7 @@ class Checkpoints:
             raise InputError(f"keep={keep}", at="compiled.save", fix="keep at least 1 checkpoint, or None to keep all")
         self._settle()
         seed, steps = running.engine.clock
+        running.engine.mark.at(f"saving, step {steps}")
         number = steps if step is None else step
         shares, facts = together(lambda: _gathered(running, optimizer, objects))
         description = {
@@ -84,6 +85,7 @@ class Checkpoints:
         self, running: Running, path: Path, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Stateful], missing_ok: bool
     ) -> int:
         self._settle()
+        running.engine.mark.at("loading")
         found = on_first(lambda: directories.find(path))
         if found is None:
             if missing_ok:
