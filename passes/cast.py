@@ -12,7 +12,7 @@ from tpcompile.ir import Local, copy_graph
 from tpcompile.layout import TensorType
 from tpcompile.rules import op_name
 
-BEFORE = ("tpcompile.enter.default", "tpcompile.shared.default")
+BEFORE = ("tpcompile.enter.default", "tpcompile.enter_later.default", "tpcompile.shared.default")
 """What adds up a parameter's gradients over tensor ranks: it stands before the cast, so that they are added in the wider type."""
 
 

@@ -148,6 +148,7 @@ class Engine:
         """The output for the replica's rows, in the model's own type; without a pipeline it can be differentiated."""
         return outputs.rebuild(capture.program, self._values(capture, tensors, microbatches))
 
+    @placed("evaluation")
     def evaluate(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> tuple[Tensor, Any]:
         """The loss of the whole batch and the output for the replica's rows, without gradients."""
         with torch.no_grad():
