@@ -8,6 +8,8 @@ The largest score stands in for a constant: no gradient goes through it, as none
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -159,7 +161,12 @@ class Probable(Loss):
             logs = self.call(aten.mul.Tensor, logs, self.cut_weight(weight), name="_weighed", layout=self.given)
         rows = self.call(aten.mul.Tensor, logs, target, name="_expected", layout=self.given)
         rows = self.call(aten.sum.dim_IntList, rows, [1], True, name="_rows", layout=part)
-        rows = self.call(aten.neg.default, self.rounded(rows, "_rounded", part), name="_loss", layout=part)
-        if reduction == NONE:
-            return self.ended(aten.squeeze.dims, rows, [1])
-        return self.ended(aten.mean.default if reduction == MEAN else aten.sum.default, rows)
+        rows = self.call(aten.neg.default, rows, name="_loss", layout=part)
+        way: tuple[Any, ...] = (aten.squeeze.dims, rows, [1]) if reduction == NONE else (aten.mean.default, rows)
+        way = (aten.sum.default, rows) if reduction not in (NONE, MEAN) else way
+        made, kind = self.made, self.type_of(self.node)
+        assert isinstance(made, Layout)
+        if kind.dtype not in HALF:
+            return self.ended(*way)
+        total = self.reduced(self.call(*way, name="_exact_partial", layout=self.part(made)), "_exact", made)
+        return self.last(aten.to.dtype, total, kind.dtype)

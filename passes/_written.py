@@ -132,8 +132,3 @@ class Written:
         have = self.type_of(self.node.all_input_nodes[0]).dtype
         wanted = torch.float32 if (dtype or have) in HALF else dtype or have
         return value if wanted == have else self.call(aten.to.dtype, value, wanted, name=name, layout=self.given)
-
-    def rounded(self, value: fx.Node, name: str, layout: Layout) -> fx.Node:
-        """A value that was computed in at least 32 bits, in the type that the operation makes."""
-        made = self.type_of(self.node).dtype
-        return self.call(aten.to.dtype, value, made, name=name, layout=layout) if made in HALF else value

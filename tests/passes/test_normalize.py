@@ -63,6 +63,11 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "squeeze": (lambda x: x[:, None].exp().squeeze(), "aten.squeeze.dims", "aten.squeeze.default"),
     "squeeze of nothing": (lambda x: x.exp().squeeze(1), "aten.exp.default", "aten.squeeze.dim"),
     "slice of all": (lambda x: x.exp()[:, :, :], "aten.exp.default", "aten.slice.Tensor"),
+    "entries": (
+        lambda x: x[torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1]), (x[..., 0] > 0).long() - 1],
+        "aten.gather.default",
+        "aten.index.Tensor",
+    ),
     "dropout": (lambda x: F.dropout(x, 0.25), "tpcompile.dropout.default", "aten.dropout.default"),
     "dropout of nothing": (lambda x: F.dropout(x.exp(), 0.0), "aten.exp.default", "aten.dropout.default"),
     "attention with dropout": (

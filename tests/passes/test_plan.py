@@ -261,3 +261,22 @@ def test_a_wish_that_is_none() -> None:
 def test_a_column_shorter_than_the_ranks() -> None:
     with pytest.raises(InputError, match=r"^7 cannot be cut in 8\n"):
         overridden(8, head="column")
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_dropout_that_keeps_a_projection_whole_is_the_reason(dropped: bool) -> None:
+    """Keys with dropout of their own, of two heads for six of queries: every rank that held one would draw for itself."""
+
+    class Shared(Rows):
+        def body(self, x: Tensor) -> Tensor:
+            h = self.norm(x)
+            k = F.dropout(self.k(h), 0.1) if dropped else self.k(h)
+            q, k, v = (a.unflatten(-1, (-1, 4)).transpose(1, 2) for a in (self.q(h), k, self.v(h)))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return x + self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    sizes = {"q": nn.Linear(24, 24), "k": nn.Linear(24, 8), "v": nn.Linear(24, 8), "o": nn.Linear(24, 24)}
+    found = planned(program_of(Shared(norm=nn.LayerNorm(24), **sizes), 24), 3)
+    dropout = r"dropout of heads that several ranks may hold, each of which would draw for itself: dropout\w* at pass_models\.py:\d+"
+    assert set(reasons(found)) == ({"k"} if dropped else set())
+    assert not dropped or re.fullmatch(dropout, reasons(found)["k"])
