@@ -5,17 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 from law_models import edited, nothing, other_arguments, refused, step
+from parity_models import compiled
 from pass_models import Rows, local, program_of
 from torch import Tensor, fx, nn
 
+from tpcompile.errors import VerifyError
 from tpcompile.ir import PerRank
-from tpcompile.laws.shapes import check_shapes, unlike
+from tpcompile.laws.shapes import Sizes, check_shapes, unlike
 
 
 @pytest.mark.parametrize(("mesh", "kinds"), [("tp=1", [0]), ("tp=2", [0, 1]), ("tp=3", [0, 2])])
 def test_ranks_of_equal_pieces_are_looked_at_once(mesh: str, kinds: list[int]) -> None:
     """Three heads and five inner columns on three ranks: 1, 1, 1 and 2, 2, 1."""
-    assert unlike(step(mesh).local) == kinds
+    made = step(mesh)
+    assert unlike(made.local, Sizes(made.sizes)) == kinds
+
+
+@pytest.mark.parametrize(("tp", "kinds"), [(2, [0]), (4, [0, 2]), (8, [0, 6]), (16, [0, 6, 8])])
+def test_what_is_cut_along_its_positions_is_looked_at_once_for_each_length(tp: int, kinds: list[int]) -> None:
+    """Six positions of a Llama: on sixteen ranks one each, then none; from the ninth on, fewer words."""
+    made = compiled("llama", f"tp={tp}").step
+    assert unlike(made.local, Sizes(made.sizes)) == kinds
 
 
 def test_a_view_with_another_ranks_sizes() -> None:
@@ -38,7 +48,9 @@ def test_a_weight_of_another_shape() -> None:
 def test_a_value_of_another_shape() -> None:
     made = edited(step(), nothing, relu="[b, s, 5@tp{0:4, 4:5}]")
     what = "has shape [2, 3, 3] on rank 0, and its layout [b, s, 5@tp{0:4, 4:5}] says [2, 3, 4]"
-    refused(made, f"relu = aten.relu.default: {what}")
+    with pytest.raises(VerifyError) as error:
+        check_shapes(made.local, made.sizes)
+    assert error.value.what == f"relu = aten.relu.default: {what}"
 
 
 def test_another_element_type() -> None:

@@ -6,7 +6,7 @@ are alike: one of them is looked at, so that the work does not grow with the mes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,26 +66,58 @@ def check_shapes(local: Local, symbols: Mapping[sympy.Symbol, int]) -> None:
     """Raise VerifyError for a value whose local shape is not its layout's. `symbols` have the values of an example."""
     known, sizes = dict[object, Any](), Sizes(symbols)
     with torch.no_grad():
-        for coordinate in unlike(local):
+        for coordinate in unlike(local, sizes):
             _Run(local, sizes, coordinate, known).check()
 
 
-def unlike(local: Local) -> list[int]:
+def unlike(local: Local, sizes: Sizes) -> list[int]:
     """One coordinate of each kind: those whose pieces, and whose numbers in the graph, are equal are of one kind."""
     dims: set[Dim] = set()
     numbers: list[PerRank] = []
+    lengths: list[fx.Node] = []
     for node in local.graph.nodes:
         layout = local.layouts.get(node.name)
         for part in layout if isinstance(layout, tuple) else (layout,):
             dims.update(dim for dim in part.dims if cut_factors(dim)) if part is not None else None
-        if node.op == "call_function" and not op_name(node).startswith("tpcompile."):
+        if _is_length(node):
+            lengths.append(node)
+        elif node.op == "call_function" and not op_name(node).startswith("tpcompile."):
             fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: numbers.append(leaf) if isinstance(leaf, PerRank) else None)
     ordered = list(dims)
+    read = [node for node in lengths if any(not _is_length(user) and not op_name(user).startswith("tpcompile.") for user in node.users)]
     kinds: dict[str, int] = {}
     for coordinate in range(local.parts):
-        kind = str([[local_size(dim, coordinate) for dim in ordered], [number.values[coordinate] for number in numbers]])
+        held = [local_size(dim, coordinate) if (size := sizes.piece(dim, coordinate)) is None else size for dim in ordered]
+        found = _lengths(local, lengths, sizes, coordinate)
+        kind = str([held, [number.values[coordinate] for number in numbers], [found.get(node, coordinate) for node in read]])
         kinds.setdefault(kind, coordinate)
     return list(kinds.values())
+
+
+def _is_length(node: fx.Node) -> bool:
+    """Whether a node computes a number from sizes."""
+    arithmetic = getattr(node.target, "__module__", "") == "_operator" or node.target in (torch.sym_min, torch.sym_max)
+    return node.op == "call_function" and (op_name(node) == "aten.sym_size.int" or (arithmetic and op_name(node) != "getitem"))
+
+
+def _lengths(local: Local, nodes: Iterable[fx.Node], sizes: Sizes, coordinate: int) -> dict[fx.Node, int]:
+    """The numbers that a coordinate computes, as far as they follow from the sizes that are known."""
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        if op_name(node) == "aten.sym_size.int":
+            kind = local.program.types.get(local.origins.get(node.name, node.name))
+            value = sizes.value(kind) if isinstance(kind, (int, sympy.Basic)) else None
+            if value is not None:
+                found[node] = value
+        elif all(operand in found for operand in node.all_input_nodes):
+            args = fx.node.map_aggregate(fx.map_arg(node.args, found.__getitem__), lambda leaf: _own(leaf, coordinate))
+            assert callable(node.target) and isinstance(args, tuple)
+            found[node] = node.target(*args)
+    return found
+
+
+def _own(leaf: Any, coordinate: int) -> Any:
+    return leaf.values[coordinate] if isinstance(leaf, PerRank) else leaf
 
 
 class _Run:
