@@ -36,7 +36,7 @@ VERDICTS = ("equal", *(verdict for _, verdict in NOTED.values()), "refused", "di
 """In the order in which the head of the table counts them."""
 
 NOTED_IN_WORDS = """At pp=2 the batch is two micro-batches. A type that learns the statistics of its batch is refused there, as it must
-be, and compared in one micro-batch. Others are refused as noted where the list in tests/zoo/types.tsv says that they have to be."""
+be, and compared in one micro-batch. One that draws random numbers beside dropout is compared with dropout="exact"."""
 
 ENOUGH = 0.98
 """The share of block weights that is to be cut where blocks are attention and MLP."""
