@@ -12,7 +12,7 @@ import tpcompile
 
 
 def test_the_public_names() -> None:
-    assert sorted(tpcompile.__all__) == ["Mesh", "TpcompileError", "check", "compile", "launch", "testing"]
+    assert sorted(tpcompile.__all__) == ["Mesh", "TpcompileError", "check", "compile", "launch", "progress", "testing"]
     assert all(hasattr(tpcompile, name) for name in tpcompile.__all__)
 
 
@@ -22,6 +22,7 @@ def test_the_public_names() -> None:
         (tpcompile.compile, ["model", "mesh", "example_inputs"]),
         (tpcompile.check, ["model", "mesh", "example_inputs"]),
         (tpcompile.launch, ["fn", "mesh"]),
+        (tpcompile.progress, ["steps"]),
         (tpcompile.testing.assert_parity, ["model", "mesh", "example_inputs"]),
     ],
 )

@@ -9,6 +9,7 @@ from tpcompile.errors import TpcompileError
 from tpcompile.mesh import Mesh
 from tpcompile.runtime.compiled import compile
 from tpcompile.runtime.launch import launch
+from tpcompile.runtime.progress import progress
 from tpcompile.simulate import check
 
-__all__ = ["Mesh", "TpcompileError", "check", "compile", "launch", "testing"]
+__all__ = ["Mesh", "TpcompileError", "check", "compile", "launch", "progress", "testing"]

@@ -30,6 +30,7 @@ from tpcompile.runtime.checkpoint.together import together
 from tpcompile.runtime.data_parallel import check_mode, settle
 from tpcompile.runtime.engine import Capture, Engine, check_values
 from tpcompile.runtime.groups import connect
+from tpcompile.runtime.mark import placed
 from tpcompile.runtime.recompute import check_recompute
 from tpcompile.runtime.weights import Weights, fill, fill_buffers
 from tpcompile.schedules import check_schedule
@@ -358,6 +359,7 @@ class Compiled:
 
     # ---------------------------------------------------------------------------------------- running
 
+    @placed("training")
     def train_step(self, *args: Any, **batch: Any) -> Tensor:
         """Forward and backward of a batch; returns its loss, detached and the same on every rank. Gradients add up in `.grad`.
 
@@ -369,6 +371,7 @@ class Compiled:
         assert self._engine is not None
         return self._engine.train(capture, tensors, self.options.microbatches)
 
+    @placed("evaluation")
     def eval_step(self, *args: Any, **batch: Any) -> Evaluated:
         """Forward of a batch without gradients: `loss, outputs = compiled.eval_step(**batch)`.
 
@@ -400,6 +403,7 @@ class Compiled:
             )
         return capture, tensors
 
+    @placed("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this replica's rows, in its own type. Without a pipeline it can be differentiated.
 

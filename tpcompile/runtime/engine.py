@@ -20,7 +20,7 @@ from tpcompile.runtime import outputs, step
 from tpcompile.runtime.data_parallel import Engine as DataParallel
 from tpcompile.runtime.data_parallel import average_rest, check_gradients, distribute, gradients_aside, reached, settle, share_out
 from tpcompile.runtime.groups import Groups
-from tpcompile.runtime.mark import Mark, placed
+from tpcompile.runtime.mark import Mark
 from tpcompile.runtime.recompute import recompute
 from tpcompile.runtime.scaling import Scaler
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
@@ -121,7 +121,6 @@ class Engine:
             raise Refused(what, fix="compile a second object for these inputs")
         return self._engine
 
-    @placed("training")
     def train(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Tensor:
         """Forward and backward of the replica's rows; the loss of the whole batch."""
         engine = self._prepare(capture, gradients=True)
@@ -143,12 +142,10 @@ class Engine:
                 self.scaler.unscale(list(self.root.parameters()))
         return step.report(losses, _loss_type(capture.program), self.groups, self._schedules.last)
 
-    @placed("forward")
     def forward(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Any:
         """The output for the replica's rows, in the model's own type; without a pipeline it can be differentiated."""
         return outputs.rebuild(capture.program, self._values(capture, tensors, microbatches))
 
-    @placed("evaluation")
     def evaluate(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> tuple[Tensor, Any]:
         """The loss of the whole batch and the output for the replica's rows, without gradients."""
         with torch.no_grad():

@@ -28,7 +28,7 @@ class Mark:
             os.pwrite(self._file, place[:_WIDTH].ljust(_WIDTH).encode("ascii", "replace"), 0)
 
 
-class Placed(Protocol):
+class Engine(Protocol):
     """What works at steps of a rank."""
 
     groups: Groups
@@ -39,17 +39,20 @@ class Placed(Protocol):
 
 
 def placed(doing: str) -> Callable[[Work], Work]:
-    """Let a method of a rank's engine leave a mark, and add to its errors which rank, stage and step they come from."""
+    """Let a method of an object with an `_engine` leave a mark, and add to its errors which rank, stage and step they come from."""
 
     def wrap(work: Work) -> Work:
         @wraps(work)
-        def call(self: Placed, *args: Any, **kwargs: Any) -> Any:
-            step, place = self.clock[1], self.groups.coordinates
-            self.mark.at(f"{doing}, step {step}")
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            engine: Engine | None = self._engine
+            if engine is None:
+                return work(self, *args, **kwargs)
+            step, place = engine.clock[1], engine.groups.coordinates
+            engine.mark.at(f"{doing}, step {step}")
             try:
                 return work(self, *args, **kwargs)
             except Exception as error:
-                error.add_note(f"rank {self.groups.rank} (dp {place['dp']}, stage {place['pp']}, tp {place['tp']}), {doing}, step {step}")
+                error.add_note(f"rank {engine.groups.rank} (dp {place['dp']}, stage {place['pp']}, tp {place['tp']}), {doing}, step {step}")
                 raise
 
         return call  # type: ignore[return-value]
