@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 
 import pytest
+import schedule_workers as others
 import training_workers as workers
 from training_workers import SEVERAL, Case, Found
 
@@ -39,3 +40,27 @@ def test_three_steps_equal_one_device(mesh: str, job: int, schedule: str) -> Non
         assert found.parameters.error <= 1e-7 and found.skipped < found.compared / 2, found
         assert found.losses == ranks[0].losses, "the loss is the same value on every rank"
     assert frozenset().union(*(found.names for found in ranks)) == {name for name, _ in CASES[mesh][job].model().named_parameters()}
+
+
+OTHERS = (
+    *(others.Case(make, "pp=2", schedule) for make in (others.scaled, others.sided, others.frozen) for schedule in ("zbv", "dualpipev")),
+    *(others.Case(others.counting, "pp=2", schedule) for schedule in ("interleaved_1f1b", "zbv")),
+)
+
+
+@cache
+def trained() -> list[list[others.Found]]:
+    """What every rank found, by case."""
+    return [list(found) for found in zip(*tpcompile.launch(others.run, "pp=2", OTHERS), strict=True)]
+
+
+@pytest.mark.parametrize("job", range(len(OTHERS)), ids=[str(case) for case in OTHERS])
+def test_training_evaluation_and_buffers(job: int) -> None:
+    """Two steps of two lengths, with another length in eval mode between them."""
+    case, ranks = OTHERS[job], trained()[job]
+    for found in ranks:
+        assert found.loss <= 1e-10 and found.gradient <= 1e-9 and found.evaluation <= 1e-10 and found.buffers <= 1e-12, found
+    assert frozenset().union(*(found.names for found in ranks)) == {name for name, _ in case.make()[0].named_parameters()}
+    reasons = {"scaled": "scale is used in several places", "frozen": "nothing that it receives has a gradient"}
+    assert case.make.__name__ not in reasons or reasons[case.make.__name__] in ranks[0].reasons
+    assert case.make is not others.counting or not any(ranks[0].reasons)

@@ -12,13 +12,26 @@ import traffic_workers as workers
 from traffic_workers import Case, Traffic
 
 import tpcompile
+from tpcompile.schedules import SCHEDULES
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def several(model: str, mesh: str, microbatches: int | None = None) -> tuple[Case, ...]:
+    """A model under every schedule with two stages on a rank."""
+    return tuple(Case(model, mesh, schedule, microbatches) for schedule, made in SCHEDULES.items() if made.per_rank == 2)
+
 
 LAUNCHES: dict[str, tuple[Case, ...]] = {
     "tp=2": (Case("llama", "tp=2"), Case("llama4on1", "tp=2", microbatches=2), Case("neox", "tp=2"), Case("encoder", "tp=2")),
     "tp=3": (Case("gpt", "tp=3"), Case("llama14on2", "tp=3")),
-    "pp=2": (Case("gpt2", "pp=2", "gpipe", 4), Case("gpt2", "pp=2", microbatches=4), Case("bert", "pp=2"), Case("frozen", "pp=2")),
+    "pp=2": (
+        Case("gpt2", "pp=2", "gpipe", 4),
+        Case("gpt2", "pp=2", microbatches=4),
+        Case("bert", "pp=2"),
+        Case("frozen", "pp=2"),
+        *several("gpt2", "pp=2", 4),
+    ),
     "dp=2": (
         Case("llama", "dp=2"),
         Case("bert", "dp=2", microbatches=2),
@@ -29,7 +42,7 @@ LAUNCHES: dict[str, tuple[Case, ...]] = {
         Case("gpt2", "dp=2,pp=2", data_parallel="zero2", microbatches=4),
         Case("gpt2", "dp=2,pp=2", data_parallel="zero3", microbatches=4),
     ),
-    "dp=2,pp=2,tp=2": (Case("gpt2", "dp=2,pp=2,tp=2"), Case("llama", "dp=2,pp=2,tp=2", "gpipe")),
+    "dp=2,pp=2,tp=2": (Case("gpt2", "dp=2,pp=2,tp=2"), Case("llama", "dp=2,pp=2,tp=2", "gpipe"), *several("llama", "dp=2,pp=2,tp=2")),
 }
 
 
