@@ -98,11 +98,12 @@ class Case:
     data_parallel: str = "ddp"
     microbatches: int | None = None
     recompute: str = "none"
+    schedule: str = "1f1b"
 
     def __str__(self) -> str:
         divided = f" m={self.microbatches}" if self.microbatches else ""
         again = f" recompute {self.recompute}" if self.recompute != "none" else ""
-        return f"{self.model} {self.mesh} {self.data_parallel}{divided}{again}"
+        return f"{self.model} {self.mesh} {self.data_parallel}{divided}{again}" + " gpipe" * (self.schedule == "gpipe")
 
     def made(self) -> nn.Module:
         return MODELS[self.model][0]()
@@ -116,8 +117,8 @@ class Case:
         return {"input_ids": rows["input_ids"].roll(step, 0), "targets": rows["labels"].roll(step, 0)}
 
     def compiled(self, model: nn.Module, other: Compiled | None = None) -> Compiled:
-        """`other` is the same case, but for data parallelism and recomputing: what the compiler made serves both."""
-        modes: dict[str, Any] = {"data_parallel": self.data_parallel, "recompute": self.recompute}
+        """`other` is the same case, but for what is the runtime's alone: what the compiler made serves both."""
+        modes: dict[str, Any] = {"data_parallel": self.data_parallel, "recompute": self.recompute, "schedule": self.schedule}
         if other is None:
             settings: dict[str, Any] = {"loss": MODELS[self.model][1], "microbatches": self.microbatches}
             return tpcompile.compile(model, self.mesh, self.batch(0), **settings, **modes)
@@ -228,7 +229,11 @@ def captures(case: Case, compiled: Compiled) -> Found:
 
 
 def run_captures(cases: tuple[Case, ...]) -> list[Found]:
-    return [captures(case, case.compiled(turning())) for case in cases]
+    found, compiled = [], None
+    for case in cases:
+        compiled = case.compiled(turning(), compiled)
+        found.append(captures(case, compiled))
+    return found
 
 
 @dataclass
@@ -372,7 +377,7 @@ def run(cases: tuple[Case, ...]) -> list[Found]:
     made: dict[Case, Compiled] = {}
     found = []
     for case in cases:
-        alike = replace(case, data_parallel="ddp", recompute="none")
+        alike = replace(case, data_parallel="ddp", recompute="none", schedule="1f1b")
         compiled = case.compiled(case.made(), made.get(alike))
         made.setdefault(alike, compiled)
         found.append(train(case, compiled))

@@ -27,9 +27,10 @@ class Case:
     schedule: str = "1f1b"
     microbatches: int | None = None
     data_parallel: str = "ddp"
+    recompute: str = "none"
 
     def __str__(self) -> str:
-        mode = f" {self.data_parallel}" if self.data_parallel != "ddp" else ""
+        mode = (f" {self.data_parallel}" if self.data_parallel != "ddp" else "") + " again" * (self.recompute == "full")
         return f"{self.model} {self.mesh} {self.schedule}" + (f" m={self.microbatches}" if self.microbatches else "") + mode
 
 
@@ -45,7 +46,7 @@ class Traffic:
 def step(case: Case) -> Traffic:
     """The third step: what torch's engines set up in the first two is done."""
     model, batch, loss = made(case.model)
-    settings: dict[str, Any] = {"microbatches": case.microbatches, "data_parallel": case.data_parallel}
+    settings: dict[str, Any] = {"microbatches": case.microbatches, "data_parallel": case.data_parallel, "recompute": case.recompute}
     compiled = tpcompile.compile(model, case.mesh, batch, loss=loss, schedule=case.schedule, **settings)
     for _ in range(2):
         compiled.train_step(**batch)

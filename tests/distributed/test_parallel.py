@@ -19,6 +19,7 @@ MESHES: dict[str, tuple[Case, ...]] = {
 AGAIN = (("ddp", "full"), ("ddp", "selective"), ("zero3", "full"), ("zero2", "selective"))
 for mesh in ("dp=2,tp=2", "dp=2,pp=2"):
     MESHES[mesh] += tuple(Case("llama", mesh, mode, recompute=how) for mode, how in AGAIN)
+MESHES["dp=2,pp=2"] += tuple(Case("gpt2", "dp=2,pp=2", mode, schedule="gpipe") for mode in ("zero1", "zero3"))
 MESHES["dp=2"] += tuple(Case("llama", "dp=2", mode, microbatches=2) for mode in MODES)
 
 

@@ -5,6 +5,7 @@ The record is kept by the process group itself; it sees autograd's, the pipeline
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -23,7 +24,13 @@ def several(model: str, mesh: str, microbatches: int | None = None) -> tuple[Cas
 
 
 LAUNCHES: dict[str, tuple[Case, ...]] = {
-    "tp=2": (Case("llama", "tp=2"), Case("llama4on1", "tp=2", microbatches=2), Case("neox", "tp=2"), Case("encoder", "tp=2")),
+    "tp=2": (
+        Case("llama", "tp=2"),
+        Case("llama", "tp=2", recompute="full"),
+        Case("llama4on1", "tp=2", microbatches=2),
+        Case("neox", "tp=2"),
+        Case("encoder", "tp=2"),
+    ),
     "tp=3": (Case("gpt", "tp=3"), Case("llama14on2", "tp=3")),
     "pp=2": (
         Case("gpt2", "pp=2", "gpipe", 4),
@@ -59,6 +66,9 @@ CASES = [pytest.param(mesh, job, id=str(case)) for mesh, cases in LAUNCHES.items
 @pytest.mark.parametrize(("mesh", "job"), CASES)
 def test_a_step_makes_the_calls_of_its_timeline(mesh: str, job: int) -> None:
     for traffic in results(mesh)[job]:
+        if LAUNCHES[mesh][job].recompute == "full":  # when a layer runs again, in its backward, is autograd's to say
+            assert traffic.ran and Counter(traffic.ran) == Counter(traffic.expected), f"rank {traffic.rank}"
+            continue
         assert traffic.ran and order(traffic.ran) == order(traffic.expected), f"rank {traffic.rank}"
         if "dp" not in mesh or "pp" in mesh:  # without a pipeline, the gradients' reduction overlaps backward
             assert traffic.ran == traffic.expected, f"rank {traffic.rank}"
