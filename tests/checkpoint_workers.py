@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from training_workers import Batch, Worst, batch, double_loss, plain, worst
 
 import tpcompile
@@ -20,6 +20,7 @@ from tpcompile.runtime.checkpoint.boxes import parts
 from tpcompile.runtime.compiled import Compiled
 
 VOCABULARY = 91
+ADAMW = {"lr": 1e-2, "eps": 1e-4}  # rounding errors of gradients that are zero by mathematics do not become directions
 transformers.logging.set_verbosity_error()
 
 
@@ -75,20 +76,20 @@ class Trainer:
         return {"optimizer": self.optimizer, "scheduler": self.scheduler}
 
 
-def settings(parameters: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """`eps` keeps rounding errors of gradients that are zero by mathematics from becoming directions."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+def settings(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
 
 
 def on_mesh(name: str, mesh: str) -> Trainer:
-    compiled = tpcompile.compile(MODELS[name](), mesh, data(0), loss=double_loss)
-    return Trainer(compiled, *settings(list(compiled.parameters())))
+    """`mesh` may end in a mode of data parallelism: "dp=4 zero3"."""
+    axes, _, mode = mesh.partition(" ")
+    compiled = tpcompile.compile(MODELS[name](), axes, data(0), loss=double_loss, data_parallel=mode or "ddp")
+    return Trainer(compiled, *settings(compiled.optimizer(torch.optim.AdamW, **ADAMW)))
 
 
 def alone(name: str) -> Trainer:
     model = MODELS[name]()
-    return Trainer(model, *settings(list(model.parameters())))
+    return Trainer(model, *settings(torch.optim.AdamW(model.parameters(), **ADAMW)))
 
 
 @dataclass
@@ -102,7 +103,12 @@ class Found:
 
 def compared(trainer: Trainer, reference: dict[str, Tensor]) -> Worst:
     pieces = trainer.model.program().parameters
-    return worst((name, plain(p) - pieces[name].of(reference[name])) for name, p in trainer.model.named_parameters())
+    return worst((name, piece(p.detach()) - pieces[name].of(reference[name])) for name, p in trainer.model.named_parameters())
+
+
+def piece(held: Tensor) -> Tensor:
+    """The rank's piece, of which replicas may hold a shard each. Collective over these."""
+    return held.full_tensor() if isinstance(held, DTensor) else held
 
 
 def reference(name: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:

@@ -319,8 +319,8 @@ class Compiled:
         With `wait=False` it is copied to the CPU and written in the background: the result is a future of the path. Wait for it before
         the process group is destroyed. All ranks must see the same directory.
         """
-        named = {**({} if scheduler is None else {"scheduler": scheduler}), **(objects or {})}
         running = self._on_disk("compiled.save")
+        named = self._kept(running.engine, scheduler, objects)
         return self._checkpoints.save(running, Path(directory), optimizer, named, step, keep, wait)
 
     def load(
@@ -338,8 +338,9 @@ class Compiled:
         the old ones' place when all ranks have all of theirs: an error, InputError with the file and the key, leaves everything as it
         was. Without a checkpoint, `missing_ok` makes the result 0. Collective.
         """
-        named = {**({} if scheduler is None else {"scheduler": scheduler}), **(objects or {})}
-        return self._checkpoints.load(self._on_disk("compiled.load"), Path(directory), optimizer, named, missing_ok)
+        running = self._on_disk("compiled.load")
+        named = self._kept(running.engine, scheduler, objects)
+        return self._checkpoints.load(running, Path(directory), optimizer, named, missing_ok)
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Whole tensors on the CPU under the keys of the user's model, tied twins and saved buffers too; `model.load_state_dict` takes it.
@@ -351,6 +352,12 @@ class Compiled:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write whole weights as the user's model does: through its `save_pretrained`, else one `model.safetensors`. Collective."""
         save_pretrained(self._on_disk("compiled.save_pretrained"), Path(directory))
+
+    @staticmethod
+    def _kept(engine: Engine, scheduler: Stateful | None, objects: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+        """The objects that a checkpoint keeps, by name."""
+        own: dict[str, Stateful | None] = {"scheduler": scheduler, "loss scale": engine.scaler}
+        return {**{name: thing for name, thing in own.items() if thing is not None}, **(objects or {})}
 
     def _on_disk(self, call: str) -> Running:
         engine = self._running(call)

@@ -32,6 +32,16 @@ class Scaler:
         self._found = torch.zeros((), device=groups.device)
         self._decided, self._skips = False, False
 
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, and for how many steps it has been good."""
+        return {"scale": self.scale.item(), "good": self._good.item()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale.fill_(state["scale"])
+        self._good.fill_(state["good"])
+        self._found.zero_()
+        self._decided, self._skips = False, False
+
     @torch.no_grad()
     def unscale(self, parameters: list[nn.Parameter]) -> None:
         """After a step of training, whose gradients alone are there. Collective over all processes."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tpcompile.errors import TpcompileError, several
 from tpcompile.runtime.checkpoint.files import bad
 from tpcompile.runtime.checkpoint.plain import decode, dtype_name, dtype_of
-from tpcompile.runtime.checkpoint.shares import Running, Share, inner, names_of, of_buffers, of_generators, of_parameters, whole_share
+from tpcompile.runtime.checkpoint.shares import Running, Share, of_buffers, of_generators, of_parameters, places_of, whole_share
 
 
 class Stateful(Protocol):
@@ -91,17 +91,16 @@ class Loaded:
     def _read_optimizer(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         if not self._description["has_optimizer"]:
             raise bad(f"{path} was saved without an optimizer")
-        names, own = names_of(self._running, optimizer), inner(optimizer)
-        places = {id(p): share for (_, p), share in zip(self._running.parameters, of_parameters(self._running), strict=True)}
+        places = places_of(self._running, optimizer)
         keys: dict[str, list[str]] = {}
         for name in self._tensors:
             if name.startswith("optimizer."):
                 owner, _, key = name.removeprefix("optimizer.").rpartition(".")
                 keys.setdefault(owner, []).append(key)
-        for group in own.param_groups:
-            self._settings.append(self._group_settings(path, [names[id(p)] for p in group["params"]]))
+        for group in optimizer.param_groups:
+            self._settings.append(self._group_settings(path, [places[id(p)].name for p in group["params"]]))
             for p in group["params"]:
-                name = names[id(p)]
+                name = places[id(p)].name
                 state = {key: decode(value) for key, value in self._description["values"].get(name, {}).items()}
                 for key in keys.get(name, ()):
                     state[key] = self._state(f"optimizer.{name}.{key}", p, places[id(p)], group)
@@ -170,10 +169,9 @@ class Loaded:
         self._running.engine.clock = clock["seed"], clock["steps"]
         if self._optimizer is None:
             return
-        own = inner(self._optimizer)
-        own.state.clear()
-        own.state.update(dict(self._states))
-        for group, settings in zip(own.param_groups, self._settings, strict=True):
+        self._optimizer.state.clear()
+        self._optimizer.state.update(dict(self._states))
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             group.update(settings or {})
 
 

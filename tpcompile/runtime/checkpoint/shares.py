@@ -94,36 +94,35 @@ class Kept:
     groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]  # settings, and the names of the parameters
 
 
-def inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that holds this rank's own state, where another one wraps it."""
-    wrapped = getattr(optimizer, "optim", optimizer)
-    return wrapped if isinstance(wrapped, torch.optim.Optimizer) else optimizer
+def places_of(running: Running, optimizer: torch.optim.Optimizer) -> dict[int, Share]:
+    """The optimizer's parameters by their ids, under the first of their names: what this rank's optimizer has of each may be a shard.
 
-
-def names_of(running: Running, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """The first names of an optimizer's parameters by their ids. Raises InputError for one that is not the compiled model's."""
-    first = running.first_names
-    names = {id(p): first[name] for name, p in running.parameters}
-    for group in inner(optimizer).param_groups:
+    Raises InputError for one that is not the compiled model's.
+    """
+    first, found = running.first_names, dict[int, Share]()
+    names = {id(p): name for name, p in running.parameters}
+    shards = {id(own.part): id(own.whole) for own in getattr(optimizer, "_owned", ())}
+    for group in optimizer.param_groups:
         for place, p in enumerate(group["params"]):
-            if id(p) not in names:
+            if (name := names.get(shards.get(id(p), id(p)))) is None:
                 raise InputError(
                     f"the optimizer's parameter {place} of shape {list(p.shape)} is not one of the compiled model's",
                     at=f"optimizer={type(optimizer).__name__}(...)",
                     source=caller(),
                     fix="make it with compiled.optimizer(...), and pass that one",
                 )
-    return names
+            shape = tuple(running.model.get_parameter(name).shape)
+            found[id(p)] = Share(first[name], local(p.detach()), shape, parts(running.pieces[name], shape, p.detach()))
+    return found
 
 
 def of_optimizer(running: Running, optimizer: torch.optim.Optimizer) -> Kept:
     """Raises InputError for state that is neither of a parameter's shape nor a single number: its place is not known."""
-    own, names = inner(optimizer), names_of(running, optimizer)
-    places = {id(p): share for (_, p), share in zip(running.parameters, of_parameters(running), strict=True)}
+    places = places_of(running, optimizer)
     shares: list[Share] = []
     values: dict[str, dict[str, Any]] = {}
-    for p, state in own.state.items():
-        name = names[id(p)]
+    for p, state in optimizer.state.items():
+        name = places[id(p)].name
         for key, value in state.items():
             where = f"optimizer.{name}.{key}"
             if not isinstance(value, Tensor):
@@ -140,9 +139,9 @@ def of_optimizer(running: Running, optimizer: torch.optim.Optimizer) -> Kept:
                     fix="use an optimizer whose state has the parameters' shapes, or save without it",
                 )
     groups = []
-    for group in own.param_groups:
+    for group in optimizer.param_groups:
         settings = {key: encode(value, f"optimizer group's {key}") for key, value in group.items() if key != "params"}
-        groups.append((settings, tuple(names[id(p)] for p in group["params"])))
+        groups.append((settings, tuple(places[id(p)].name for p in group["params"])))
     return Kept(tuple(shares), values, tuple(groups))
 
 
