@@ -177,6 +177,20 @@ def test_settings_of_groups_come_back(saved: Path) -> None:
         compiled.save(saved.parent, optimizer=other)
 
 
+def test_the_scale_of_losses_comes_back(saved: Path) -> None:
+    """And a checkpoint without one serves."""
+    compiled = handmade.compiled(handmade.Tied(), "tp=1", handmade.batch(), precision="fp16")
+    compiled.load(saved)
+    assert compiled.loss_scale == 65536.0
+    scaler = compiled._running("").scaler
+    assert scaler is not None
+    scaler.scale.fill_(8.0)
+    compiled.save(saved.parent, step=2)
+    scaler.scale.fill_(4.0)
+    assert compiled.load(saved.parent) == 2 and compiled.loss_scale == 8.0
+    made()[0].load(saved.parent)
+
+
 # -------------------------------------------------------------------------------------------- bad checkpoints
 
 

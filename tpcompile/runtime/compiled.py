@@ -24,7 +24,7 @@ from tpcompile.runtime import clip, fingerprint, scaling, zero1
 from tpcompile.runtime import optimizer as optimizers
 from tpcompile.runtime.agree import agree
 from tpcompile.runtime.batch import Batch, Division
-from tpcompile.runtime.checkpoint import Checkpoints, Running, Stateful
+from tpcompile.runtime.checkpoint import SCALE, Checkpoints, Running, Stateful
 from tpcompile.runtime.checkpoint.full import full_state_dict, save_pretrained
 from tpcompile.runtime.checkpoint.together import together
 from tpcompile.runtime.data_parallel import check_mode, settle
@@ -356,7 +356,7 @@ class Compiled:
     @staticmethod
     def _kept(engine: Engine, scheduler: Stateful | None, objects: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
         """The objects that a checkpoint keeps, by name."""
-        own: dict[str, Stateful | None] = {"scheduler": scheduler, "loss scale": engine.scaler}
+        own: dict[str, Stateful | None] = {"scheduler": scheduler, SCALE: engine.scaler}
         return {**{name: thing for name, thing in own.items() if thing is not None}, **(objects or {})}
 
     def _on_disk(self, call: str) -> Running:

@@ -57,6 +57,10 @@ class Weights:
                 raise _bad(f"{path} is damaged: {error}") from None
         return self._open[path]
 
+    def close(self) -> None:
+        """Let go of the files; they are opened again where something is read."""
+        self._open.clear()
+
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
@@ -159,6 +163,7 @@ def fill(modules: Iterable[nn.Module], model: nn.Module, weights: Weights, piece
                     made[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
                 part.register_parameter(name, made[id(p)])
     fill_buffers(modules, model, weights, device)
+    weights.close()
 
 
 @torch.no_grad()

@@ -31,7 +31,10 @@ from tpcompile.runtime.checkpoint.shares import (
 )
 from tpcompile.runtime.checkpoint.together import Group, alone, on_first, together
 
-__all__ = ["Checkpoints", "Running", "Stateful"]
+__all__ = ["SCALE", "Checkpoints", "Running", "Stateful"]
+
+SCALE = "loss scale"
+"""The engine's own object: a checkpoint of a run that scaled no loss serves one that does."""
 
 
 class Checkpoints:
@@ -92,7 +95,8 @@ class Checkpoints:
                 return 0
             raise directories.missing(path)
         description = together(lambda: describe(found))
-        loaded = together(lambda: Loaded(running, found, description, optimizer, objects))
+        wanted = {name: thing for name, thing in objects.items() if name != SCALE or name in description["objects"]}
+        loaded = together(lambda: Loaded(running, found, description, optimizer, wanted))
         with _dcp():
             state_dict_loader.load({}, storage_reader=Reader(found, description), planner=Loading(loaded.shares))
         try:
