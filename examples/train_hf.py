@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/train_hf.py --mesh dp=2,tp=2 --checkpoints ckpt --steps 200
     torchrun --nproc-per-node 2 --max-restarts 3 --local-ranks-filter 0 examples/train_hf.py --mesh pp=2 --checkpoints ckpt
 
-The second goes on where the first was, on another mesh; when a rank dies, torchrun starts all of them again, and so do they.
+The second goes on where the first was, on another mesh; when a rank dies, torchrun starts all of them again, and so do they. With
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, those that are started again do not find the addresses of those that died.
 
 The text is the Python Language Reference as CPython ships it for `help()` (pydoc_data.topics, PSF licence), some 460,000 characters;
 a token is a byte.

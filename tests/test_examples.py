@@ -25,6 +25,7 @@ def torchrun(*script: str, restarts: int = 0) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-ranks-filter", "0", *script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a shared store still has the addresses of those that died
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert run.returncode == 0, run.stderr
     return run.stdout
