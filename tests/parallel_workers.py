@@ -216,6 +216,8 @@ def captures(case: Case, compiled: Compiled) -> Found:
                 evaluated, _ = compiled.eval_step(**other)
                 error = abs(evaluated.item() - alone(**other)["loss"].item())
                 found.evaluation_error = max(found.evaluation_error, error)
+        if compiled.mesh.pp == 1:
+            assert compiled(**long)["logits"].requires_grad, "what this has gathered does not hide the gradients"
         largest = max(_largest(p.grad) for p in alone.parameters())
         for name, p in compiled.named_parameters():
             found.gradients[name] = _largest(whole(p.grad) - pieces[name].of(named[name].grad)) / largest

@@ -112,7 +112,7 @@ def gradients_aside(root: Root) -> Iterator[None]:
 
 
 def settle(root: Root) -> None:
-    """After a forward without backward: give the parameters back the form that the optimizer knows."""
+    """Drop what is gathered: after a forward without backward, and before the next step reads the parameters."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

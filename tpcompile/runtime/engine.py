@@ -105,6 +105,7 @@ class Engine:
 
     def _prepare(self, capture: Capture, *, gradients: bool) -> DataParallel:
         """The module to call. With gradients, it averages them over dp; that is set up once, for the parameters trained then."""
+        settle(self.root)  # a forward without backward may have left gathered what an optimizer has changed since
         for stage, root in zip(capture.held, self.root.stages, strict=True):
             root.capture = capture.number
             root.begin(stage.updates, stage.inputs)

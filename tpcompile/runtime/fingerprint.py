@@ -21,6 +21,7 @@ _FIXES = {
     "options": "call tpcompile.compile with the same arguments on all ranks",
     "graph": "build the same model and pass example inputs of the same shapes on all ranks",
     "plan": "compile with the same tpcompile on all ranks",
+    "optimizers": "pass the same class, settings and groups to compiled.optimizer on all ranks",
     "parameter shapes": "build the same model on all ranks",
     "parameter values": "call torch.manual_seed with the same seed on all ranks before the model is built, or load the same weights",
 }
@@ -79,6 +80,7 @@ def given(model: nn.Module, mesh: Mesh, options: Options) -> dict[str, str]:
         "versions": f"torch {torch.__version__}, tpcompile {_version()}",
         "mesh": str(mesh),
         "options": f"{shown} loss={loss}",
+        "optimizers": "pass the same class, settings and groups to compiled.optimizer on all ranks",
         "parameter shapes": shapes(model),
         "parameter values": values(model),
     }

@@ -45,8 +45,15 @@ class StageRoot(nn.Module):
         return (self,)
 
     def named_own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their names in the user's model."""
-        return ((self._aliases.get(name, name), p) for name, p in self.program.named_parameters())
+        """This rank's parameters by their names in the user's model, in the form that optimizers know, whatever is gathered just now."""
+        held = self._held()
+        return ((self._aliases.get(name, name), held.get(id(p), p)) for name, p in self.program.named_parameters())
+
+    def _held(self) -> dict[int, nn.Parameter]:
+        """What torch's engine holds in place of the parameters that it has gathered, by these."""
+        states = (module._get_fsdp_state() for module in self.modules() if isinstance(module, FSDPModule))
+        every = (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params)
+        return {id(p._unsharded_param): p.sharded_param for p in every if hasattr(p, "_unsharded_param")}
 
     def named_state(self, saved: Container[str]) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this stage that are state: those named in `saved`, and those that forward has updated."""
@@ -107,7 +114,7 @@ class StageRoot(nn.Module):
             for part in self.program.modules():
                 if isinstance(part, FSDPModule):  # this capture's own modules gather nothing
                     part.unshard()
-            own = dict(self.named_own_parameters())
+            own = {self._aliases.get(name, name): p for name, p in self.program.named_parameters()}
             borrowed: dict[str, Tensor] = {name: own[self._aliases.get(name, name)] for name, _ in module.named_parameters()}
             made = functional_call(module, borrowed, received, inputs)
         self._share(module)

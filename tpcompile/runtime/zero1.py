@@ -96,9 +96,9 @@ def gather(owned: Sequence[Own]) -> None:
         for own, value, piece in zip(bucket, values, torch.split(given, sizes), strict=True):
             mine = value.narrow(0, own.start, own.count)
             piece[: mine.numel()].copy_(mine.flatten())
-        everyone = given.new_empty(along.size() * given.numel())
-        dist.all_gather_into_tensor(everyone, given, group=along.get_group())
-        for rank, theirs in enumerate(everyone.view(along.size(), -1)):
+        everyone = [torch.empty_like(given) for _ in range(along.size())]
+        dist.all_gather(everyone, given, group=along.get_group())
+        for rank, theirs in enumerate(everyone):
             for own, value, piece in zip(bucket, values, torch.split(theirs, sizes), strict=True):
                 start = min(rank * own.most, value.shape[0])
                 rows = value.narrow(0, start, min(own.most, value.shape[0] - start))
