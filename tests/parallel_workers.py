@@ -238,6 +238,33 @@ def run_captures(cases: tuple[Case, ...]) -> list[Found]:
     return found
 
 
+def by_parameter(case: Case) -> list[tuple[str, float]]:
+    """Optimizers whose update needs whole parameters, where ranks hold whole ones: the worst parameter after three steps."""
+    found = []
+    for kinds in ((torch.optim.Adafactor,), (torch.optim.Muon, torch.optim.AdamW)):
+        alone = case.made()
+        compiled, named = case.compiled(case.made()), list(alone.named_parameters())
+        steppers: list[torch.optim.Optimizer] = []
+        for place, kind in enumerate(kinds):
+            if len(kinds) == 1:
+                takes = [True for _ in named]
+            else:
+                takes = [(p.ndim == 2) == (place == 0) for _, p in named]
+            chosen = {name for (name, _), taken in zip(named, takes, strict=True) if taken}
+            settings: dict[str, Any] = {"lr": LR} | ({"eps": (EPS, 1e-3)} if kind is torch.optim.Adafactor else {})
+            steppers.append(compiled.optimizer(kind, lambda name, p, chosen=chosen: name in chosen and None, **settings))  # type: ignore[misc]
+            steppers.append(kind([p for name, p in named if name in chosen], **settings))
+        for step in range(3):
+            compiled.train_step(**case.batch(step))
+            case.eager(alone, case.batch(step)).backward()
+            for stepper in steppers:
+                stepper.step()
+                stepper.zero_grad()
+        errors = (_largest(whole(p) - alone.get_parameter(name).detach()) for name, p in compiled.named_parameters())
+        found.append((kinds[0].__name__, max(errors)))
+    return found
+
+
 @dataclass
 class Narrow:
     """A rank that computed in 16 bits, beside one device that casts its parameters likewise; errors as parts of the largest."""

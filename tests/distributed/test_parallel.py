@@ -54,3 +54,10 @@ def test_a_later_capture_shares_what_replicas_share_out(mesh: str) -> None:
             assert found.norms == [2], "two captures"
             assert max(found.loss_error, found.evaluation_error) <= 1e-10, found
             assert max(found.gradients.values()) <= 1e-9 and max(found.parameters.values()) <= 1e-9, found
+
+
+def test_updates_of_whole_parameters() -> None:
+    """Adafactor, and Muon beside AdamW: Muon's matrices are in bfloat16, where products of other values differ by roundings."""
+    for found in tpcompile.launch(workers.by_parameter, "dp=2,pp=2", Case("gpt2", "dp=2,pp=2")):
+        for name, error in found:
+            assert error <= {"Adafactor": 1e-9, "Muon": workers.LR / 100}[name], (name, error)

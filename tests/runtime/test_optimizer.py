@@ -40,9 +40,19 @@ def test_groups_by_name_and_parameter() -> None:
 
 def test_a_rank_without_parameters_of_a_group_has_it_all_the_same() -> None:
     model = handmade.Tied()
-    own = {"mix.bias": model.mix.bias}
-    groups = optimizers.grouped(model, {"head.weight": "embed.weight"}, own, lambda name, p: {"lr": 1.0 / p.ndim}, "")
+    choices = optimizers.choices(model, {"head.weight": "embed.weight"}, lambda name, p: {"lr": 1.0 / p.ndim}, "")
+    groups = optimizers.grouped(choices, {"mix.bias": model.mix.bias})
     assert [(group["lr"], len(group["params"])) for group in groups] == [(0.5, 0), (1.0, 1)]
+
+
+def test_parameters_that_are_left_to_another_optimizer() -> None:
+    compiled = one()
+    matrices = compiled.optimizer(optim.Muon, lambda name, p: None if p.ndim == 2 else False, lr=1.0)
+    rest = compiled.optimizer(optim.SGD, lambda name, p: None if p.ndim < 2 else False, lr=1.0)
+    assert [len(group["params"]) for group in (*matrices.param_groups, *rest.param_groups)] == [3, 1]
+    with pytest.raises(InputError) as error:
+        compiled.optimizer(optim.SGD, lambda name, p: False)
+    assert lines(error)[0] == "no parameter is left for the optimizer"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +75,7 @@ def test_what_is_no_class(kind: Any, problem: str, fix: str) -> None:
 def test_settings_that_the_class_does_not_know() -> None:
     with pytest.raises(InputError, match="unexpected keyword argument 'rate'") as error:
         one().optimizer(optim.SGD, rate=1.0)
-    assert lines(error)[1:] == ["  at   compiled.optimizer(SGD)", "  fix  use the settings of SGD"]
+    assert lines(error)[1:] == ["  at   compiled.optimizer(SGD)", "  fix  use what SGD takes"]
 
 
 def test_a_group_that_is_none() -> None:
@@ -74,7 +84,7 @@ def test_a_group_that_is_none() -> None:
     assert lines(error) == [
         "groups gave 3 for embed.weight",
         "  at   compiled.optimizer(SGD)",
-        '  fix  return a mapping of settings such as {"weight_decay": 0.0}, the name of a group, or None',
+        '  fix  return a mapping of settings such as {"weight_decay": 0.0}, the name of a group, None, or False to leave it out',
     ]
 
 

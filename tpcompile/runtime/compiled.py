@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -240,8 +240,8 @@ class Compiled:
 
         `settings` are those of `kind`, which may be any class of optimizers. `groups(name, parameter)` is asked for every trained
         parameter of the model, by its qualified name and whole, and gives its group: a mapping of settings, such as
-        `{"weight_decay": 0.0} if parameter.ndim < 2 else {}`; a name, which stands in `param_groups` as "name"; or None. All ranks have the
-        same groups, so that torch's schedulers of learning rates work.
+        `{"weight_decay": 0.0} if parameter.ndim < 2 else {}`; a name, which stands in `param_groups` as "name"; None; or False, to leave it
+        to another optimizer. All ranks have the same groups, so that torch's schedulers of learning rates work.
 
         An optimizer that mixes the elements of a parameter (Adafactor, Muon), or of all (LBFGS), is Refused where ranks hold pieces of
         them, and so is a class that is not torch's own: `elementwise=True` promises that it treats every element by itself. Raises
@@ -250,9 +250,9 @@ class Compiled:
         call = f"compiled.optimizer({kind.__name__ if isinstance(kind, type) else type(kind).__name__})"
         found = optimizers.check_kind(kind, call)
         engine = self._running(call)
-        optimizers.refuse_mixing(found, self._holds(), elementwise, call)
-        own, aliases = dict(self.named_parameters()), self.compilation.program.aliases
-        chosen = optimizers.grouped(self.model, aliases, own, groups, call)
+        choices = optimizers.choices(self.model, self.compilation.program.aliases, groups, call)
+        optimizers.refuse_mixing(found, self._holds(choices), elementwise, call)
+        chosen = optimizers.grouped(choices, dict(self.named_parameters()))
         fingerprint.compare({"optimizers": optimizers.described(found, chosen, settings)})
         if engine.scaler is not None:
             found = scaling.skipping(found, engine.scaler)
@@ -261,12 +261,10 @@ class Compiled:
             return zero1.made(found, chosen, settings, along, call)
         return optimizers.made(found, chosen, settings, call)
 
-    def _holds(self) -> optimizers.Holds:
-        """The trained parameters that are cut."""
-        trained = {self.compilation.program.aliases.get(name, name) for name, p in self.model.named_parameters() if p.requires_grad}
-        shared_out = self.mesh.dp > 1 and self.options.data_parallel != "ddp"
-        pieces = [name for name in sorted(trained) if shared_out or name in self.compilation.pieces()]
-        return optimizers.Holds(tuple(pieces), self.mesh.pp)
+    def _holds(self, names: Iterable[str]) -> optimizers.Holds:
+        """Which of these parameters are cut."""
+        shared_out, cut = self.mesh.dp > 1 and self.options.data_parallel != "ddp", self.compilation.pieces()
+        return optimizers.Holds(tuple(name for name in names if shared_out or name in cut), self.mesh.pp)
 
     @property
     def loss_scale(self) -> float | None:

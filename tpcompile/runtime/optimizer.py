@@ -1,6 +1,7 @@
 """Optimizers over the parameters that a rank holds, in groups that are the same on every rank.
 
-    groups(name, parameter)   of the whole parameter: {"weight_decay": 0.0}, a group's name, or None for the settings given to all
+    groups(name, parameter)   of the whole parameter: {"weight_decay": 0.0}, a group's name, None for the settings given to all,
+                              or False to leave it to another optimizer
 
 Every rank has every group, if need be an empty one, so that schedulers of learning rates treat all ranks alike.
 
@@ -13,15 +14,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn, optim
 from torch.optim.optimizer import Optimizer
 
-from tpcompile.errors import InputError, Refused, TpcompileError, caller
+from tpcompile.errors import InputError, Refused, caller
 
-Choice = Mapping[str, Any] | str | None
+Choice = Mapping[str, Any] | str | Literal[False] | None
 """What a function of groups may return for a parameter."""
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -106,33 +107,33 @@ def _names() -> str:
     return ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
 
 
-def grouped(
-    model: nn.Module,
-    aliases: Mapping[str, str],
-    own: Mapping[str, nn.Parameter],
-    choose: Callable[[str, nn.Parameter], Choice] | None,
-    call: str,
-) -> list[dict[str, Any]]:
-    """torch's parameter groups, of this rank's trained parameters, in the order in which the model names them.
+def choices(
+    model: nn.Module, aliases: Mapping[str, str], choose: Callable[[str, nn.Parameter], Choice] | None, call: str
+) -> dict[str, dict[str, Any]]:
+    """The settings of every trained parameter that the optimizer takes, by its name, in the order of the model; the same on every rank.
 
-    `own` are the parameters of this rank by qualified name, `aliases` maps a tied twin's name to the name that counts. A group's name
-    stands in it as "name".
+    `aliases` maps a tied twin's name to the name that counts. A group's name stands in its settings as "name".
     """
     found: dict[str, dict[str, Any]] = {}
-    placed = set[str]()
     for twin, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
         name = aliases.get(twin, twin)
-        settings = _settings(choose(name, parameter) if choose else None, name, call)
-        key = repr(sorted(settings.items()))
-        group = found.setdefault(key, {**settings, "params": []})
-        if name in own and name not in placed:
+        if parameter.requires_grad and name not in found:
+            chosen = choose(name, parameter) if choose else None
+            if chosen is not False:
+                found[name] = _settings(chosen, name, call)
+    if not found:
+        raise InputError("no parameter is left for the optimizer", at=call, source=caller(), fix="train some, and let groups keep some")
+    return found
+
+
+def grouped(chosen: Mapping[str, Mapping[str, Any]], own: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """torch's parameter groups, of those parameters that are this rank's `own`; every rank has all groups, some of them empty."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, settings in chosen.items():
+        group = found.setdefault(repr(sorted(settings.items())), {**settings, "params": []})
+        if name in own:
             group["params"].append(own[name])
-            placed.add(name)
-    if lacking := [name for name, p in own.items() if p.requires_grad and name not in placed]:
-        raise TpcompileError(f"no group holds {', '.join(lacking)}", at=call, fix="this is a fault of tpcompile: please report it")
-    return list(found.values()) or [{"params": []}]
+    return list(found.values())
 
 
 def _settings(chosen: object, name: str, call: str) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def _settings(chosen: object, name: str, call: str) -> dict[str, Any]:
         f"groups gave {chosen!r} for {name}",
         at=call,
         source=caller(),
-        fix='return a mapping of settings such as {"weight_decay": 0.0}, the name of a group, or None',
+        fix='return a mapping of settings such as {"weight_decay": 0.0}, the name of a group, None, or False to leave it out',
     )
 
 
@@ -158,12 +159,12 @@ def described(kind: type[Optimizer], groups: list[dict[str, Any]], settings: Map
 
 
 def made(kind: type[Optimizer], groups: list[dict[str, Any]], settings: Mapping[str, Any], call: str) -> Optimizer:
-    """The optimizer. Settings that it does not know are an InputError."""
+    """The optimizer. Settings and parameters that it does not take are an InputError."""
     build: Callable[..., Optimizer] = kind
     try:
         return build(groups, **settings)
-    except TypeError as error:
-        raise InputError(str(error), at=call, source=caller(), fix=f"use the settings of {kind.__name__}") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error), at=call, source=caller(), fix=f"use what {kind.__name__} takes") from error
 
 
 def inner(step: Any, optimizer: Any, closure: Any = None) -> Any:
