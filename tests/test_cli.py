@@ -93,3 +93,10 @@ def test_check_with_dropout_by_global_index(capsys: pytest.CaptureFixture[str]) 
     for how, note in (("exact", False), ("local", True)):
         assert main(["check", small, "--mesh", "dp=2,tp=2", "--dtype", "float64", "--dropout", how, "--json"]) == 0
         assert ("dropout was off in this comparison" in json.loads(capsys.readouterr().out)["notes"]) == note
+
+
+def test_plan_of_zero_in_16_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "tpcompile.demo.model:gpt", "--mesh", "dp=2", "--data-parallel", "zero3", "--precision", "bf16"]
+    assert main([*arguments, "--recompute", "full"]) == 0
+    printed = capsys.readouterr().out
+    assert "held by a rank under zero3 over 2 replicas" in printed and "reduce-scatter" in printed

@@ -30,8 +30,10 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64, so that rounding hides nothing")
     plan = command.add("plan", _plan, "print what would be cut, how, and what stays whole and why")
     _model(plan)
+    _training(plan)
     inspect = command.add("inspect", _inspect, "print the graph after a pass, or the rules of all operations")
     _model(inspect, needed=False)
+    _training(inspect)
     inspect.add_argument("--pass", dest="after", metavar="NAME", help="capture, normalize, …; a wrong name lists them")
     inspect.add_argument("--rules", action="store_true", help="print what every operation does to a cut; needs no model")
     inspect.add_argument("--rank", type=int, help="print the numbers and the source of this rank (with --pass emit)")
@@ -90,6 +92,16 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--outputs", choices=("all", "loss"), default="all", help="what a step returns (default: all)")
 
 
+def _training(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--data-parallel", choices=("ddp", "zero1", "zero2", "zero3"), default="ddp", help="what replicas share out (default: ddp, nothing)"
+    )
+    command.add_argument("--precision", choices=("bf16", "fp16"), help="the type to compute in (default: the model's own)")
+    command.add_argument(
+        "--recompute", choices=("none", "full", "selective"), default="none", help="which layers run again in backward (default: none)"
+    )
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
@@ -123,7 +135,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The keywords of `compile` and `check` that the command line gives."""
     sequence_parallel = {"on": True, "off": False}.get(args.sequence_parallel, "regather")
     chosen = {"sequence_parallel": sequence_parallel, "vocab_parallel": args.vocab_parallel == "on", "outputs": args.outputs}
-    return {"microbatches": args.microbatches, "dropout": args.dropout, **chosen}
+    training = {name: getattr(args, name) for name in ("data_parallel", "precision", "recompute") if hasattr(args, name)}
+    return {"microbatches": args.microbatches, "dropout": args.dropout, **chosen, **training}
 
 
 def _plan(args: argparse.Namespace) -> int:
