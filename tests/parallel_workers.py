@@ -240,10 +240,10 @@ def run_captures(cases: tuple[Case, ...]) -> list[Found]:
 
 def by_parameter(case: Case) -> list[tuple[str, float]]:
     """Optimizers whose update needs whole parameters, where ranks hold whole ones: the worst parameter after three steps."""
-    found = []
+    found, compiled = [], None
     for kinds in ((torch.optim.Adafactor,), (torch.optim.Muon, torch.optim.AdamW)):
         alone = case.made()
-        compiled, named = case.compiled(case.made()), list(alone.named_parameters())
+        compiled, named = case.compiled(case.made(), compiled), list(alone.named_parameters())
         steppers: list[torch.optim.Optimizer] = []
         for place, kind in enumerate(kinds):
             if len(kinds) == 1:
@@ -355,7 +355,7 @@ class Bytes:
 def sizes(modes: tuple[str, ...]) -> list[Bytes]:
     """What a rank of two replicas holds between steps of a model of 1.2 million parameters, beside the formulas."""
     found = []
-    model, rows = Llama(width=128, inner=341, vocabulary=2003, layers=4), causal_batch()
+    model, rows = Llama(width=160, inner=427, vocabulary=2003, layers=2), causal_batch()
     first = tpcompile.compile(model, "dp=2", rows)
     for mode in modes:
         before = _alive()

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 CASES: dict[str, tuple[tuple[Case, str], ...]] = {
     "dp=2,tp=2": ((Case("llama", "dp=2,tp=2", "zero3", recompute="full"), "bf16"), (Case("llama", "dp=2,tp=2", "zero1"), "fp16")),
-    "dp=2,pp=2": ((Case("llama", "dp=2,pp=2"), "bf16"), (Case("llama", "dp=2,pp=2", "zero2"), "fp16")),
+    "dp=2,pp=2": ((Case("llama", "dp=2,pp=2", "zero2"), "fp16"),),
 }
 EXACT = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 """Half the distance between neighbouring numbers near 1."""

@@ -45,10 +45,7 @@ LAUNCHES: dict[str, tuple[Case, ...]] = {
         Case("llama", "dp=2", data_parallel="zero2"),
         Case("gpt2", "dp=2", data_parallel="zero3", microbatches=2),
     ),
-    "dp=2,pp=2": (
-        Case("gpt2", "dp=2,pp=2", data_parallel="zero2", microbatches=4),
-        Case("gpt2", "dp=2,pp=2", data_parallel="zero3", microbatches=4),
-    ),
+    "dp=2,pp=2": (Case("gpt2", "dp=2,pp=2", data_parallel="zero3", microbatches=4),),
     "dp=2,pp=2,tp=2": (Case("gpt2", "dp=2,pp=2,tp=2"), Case("llama", "dp=2,pp=2,tp=2", "gpipe"), *several("llama", "dp=2,pp=2,tp=2")),
 }
 
