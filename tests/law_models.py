@@ -33,6 +33,7 @@ def step(
     schedule: str = "1f1b",
     microbatches: int = 2,
     *,
+    per_rank: int = 1,
     row: bool = False,
     reduced_once: bool = True,
     **sizes: Any,
@@ -50,8 +51,9 @@ def step(
         given = captured(model, batch)
     rewritten = local(given, placed.tp, embed="whole", head="row" if row else "whole")
     made = optimize(rewritten) if reduced_once else rewritten
-    stages = split(made, placed.pp, costs(given, batch))
-    found = step_of(made, stages, placed, Options(microbatches=microbatches, schedule=schedule), sizes_of(given, batch))
+    stages = split(made, placed.pp, costs(given, batch), per_rank)
+    options = Options(microbatches=microbatches, schedule=schedule, stages_per_rank=per_rank)
+    found = step_of(made, stages, placed, options, sizes_of(given, batch))
     return verify(found)
 
 

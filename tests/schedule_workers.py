@@ -85,6 +85,7 @@ class Found:
     buffers: float = 0.0
     names: frozenset[str] = frozenset()
     reasons: list[str] = field(default_factory=list)  # why stages do not halve their backward
+    explained: str = ""
 
 
 def trained(case: Case) -> Found:
@@ -95,7 +96,9 @@ def trained(case: Case) -> Found:
     found = Found(names=frozenset(name for name, _ in compiled.named_parameters()))
     found.reasons = [stage.unhalved for stage in compiled.compilation.stages]
     for seed in range(2):
-        loss, expected = compiled.train_step(**rows(seed)), named(alone(**rows(seed)))["loss"]
+        with compiled.measure():
+            loss = compiled.train_step(**rows(seed))
+        expected = named(alone(**rows(seed)))["loss"]
         expected.backward()
         found.loss = max(found.loss, abs(loss.item() - expected.item()))
         found.gradient = max(found.gradient, gradient_error(compiled, alone))
@@ -105,6 +108,7 @@ def trained(case: Case) -> Found:
         if seed == 0:
             found.evaluation = evaluated(compiled, model, alone, rows(2))
     found.buffers = buffer_error(compiled, alone)
+    found.explained = compiled.explain()
     return found
 
 

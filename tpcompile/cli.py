@@ -12,6 +12,7 @@ import torch
 from tpcompile.errors import InputError, TpcompileError
 from tpcompile.mesh import Mesh
 from tpcompile.models import HELP, Sizes, load
+from tpcompile.schedules import SCHEDULES
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +76,8 @@ def _sizes(command: argparse.ArgumentParser, *, mesh: str | None, rows: int, seq
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="the pipeline's schedule (default: 1f1b)")
+    command.add_argument("--stages-per-rank", type=_count, help="stages that a rank holds (default: what the schedule needs)")
     how = "how masks are drawn; check compares dropout if they are exact (default: local)"
     command.add_argument("--dropout", choices=("local", "exact", "fast"), default="local", help=how)
     command.add_argument(
@@ -135,6 +138,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The keywords of `compile` and `check` that the command line gives."""
     sequence_parallel = {"on": True, "off": False}.get(args.sequence_parallel, "regather")
     chosen = {"sequence_parallel": sequence_parallel, "vocab_parallel": args.vocab_parallel == "on", "outputs": args.outputs}
+    chosen |= {"schedule": args.schedule, "stages_per_rank": args.stages_per_rank}
     training = {name: getattr(args, name) for name in ("data_parallel", "precision", "recompute") if hasattr(args, name)}
     return {"microbatches": args.microbatches, "dropout": args.dropout, **chosen, **training}
 

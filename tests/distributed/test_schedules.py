@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache, partial
 
 import pytest
@@ -64,3 +65,12 @@ def test_training_evaluation_and_buffers(job: int) -> None:
     reasons = {"scaled": "scale is used in several places", "frozen": "nothing that it receives has a gradient"}
     assert case.make.__name__ not in reasons or reasons[case.make.__name__] in ranks[0].reasons
     assert case.make is not others.counting or not any(ranks[0].reasons)
+
+
+def test_the_share_of_idle_time_is_measured() -> None:
+    """Every rank knows that of all, and says it beside what the stages' costs predict."""
+    for ranks in trained():
+        lines = [[line for line in found.explained.splitlines() if re.match("schedule|measured", line)] for found in ranks]
+        assert lines[0] == lines[1] and len(lines[0]) == 2
+        measured = re.fullmatch(r"measured: idle (\S+)% of the time, (\S+)% of the work \(rank 0 (\S+)%, rank 1 (\S+)%\)", lines[0][1])
+        assert measured and all(0 < float(share) < 100 for share in measured.group(1, 3, 4))

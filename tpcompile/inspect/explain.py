@@ -11,22 +11,27 @@ from rich.text import Text
 
 from tpcompile.cost import all_flops, evaluate
 from tpcompile.driver import Compilation
-from tpcompile.inspect import memory, nodes
+from tpcompile.inspect import grid, memory, nodes
 from tpcompile.inspect.calls import AXES, MICROBATCHES, Calls, calls, formula, known, value
 from tpcompile.inspect.fold import fold, spell, split_layer
+from tpcompile.inspect.grid import Bubble
 from tpcompile.inspect.options import options
 from tpcompile.inspect.traffic import traffic
 from tpcompile.ir import Left, Program, Region, Source, Stage
 from tpcompile.layout import Layout, TensorType, local_size, product
-from tpcompile.mesh import Mesh
+from tpcompile.schedules import SCHEDULES
 
 WIDTH = 160
 
 Layouts = Mapping[str, Layout | tuple[Layout, ...]]
 
 
-def explain(compilation: Compilation, width: int = WIDTH, devices_per_node: int | None = None) -> str:
-    """The plan of a compiled model, for people: mesh, regions, what stays whole, stages, parameters per rank, traffic of a step.
+def explain(
+    compilation: Compilation, width: int = WIDTH, devices_per_node: int | None = None, measured: Sequence[Bubble] | None = None
+) -> str:
+    """The plan of a compiled model, for people: mesh, regions, what stays whole, stages, their schedule, parameters per rank, traffic.
+
+    `measured` says of every rank of a pipeline how long it worked and how long its steps took.
 
     cut over tp           found      weights                                   forward       backward
     blocks.0–3.mlp        mlp        up.weight [230@tp, 60]  down.weight …     1 all-reduce  1 all-reduce
@@ -34,9 +39,10 @@ def explain(compilation: Compilation, width: int = WIDTH, devices_per_node: int 
     console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as capture:
         for part in (
-            _mesh(compilation.mesh, nodes.devices_per_node(devices_per_node)),
+            _mesh(compilation, nodes.devices_per_node(devices_per_node)),
             *_cuts(compilation),
             _stages(compilation),
+            *_schedule(compilation, width, measured),
             *_shared(compilation),
             memory.table(compilation),
             *_updates(compilation.program),
@@ -47,9 +53,15 @@ def explain(compilation: Compilation, width: int = WIDTH, devices_per_node: int 
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n") + "\n"
 
 
-def _mesh(mesh: Mesh, per_node: int) -> RenderableType:
-    words = {"dp": ("replica", "replicas"), "pp": ("stage", "stages"), "tp": ("tensor rank", "tensor ranks")}
+def _mesh(compilation: Compilation, per_node: int) -> RenderableType:
+    mesh, own = compilation.mesh, compilation.step.per_rank
+    words = {
+        "dp": ("replica", "replicas"),
+        "pp": ("stage", "stages") if own == 1 else ("pipeline rank", "pipeline ranks"),
+        "tp": ("tensor rank", "tensor ranks"),
+    }
     sizes = " × ".join(f"{mesh.axis(axis)} {words[axis][mesh.axis(axis) > 1]}" for axis in mesh.order)
+    sizes += f", {own} stages on a rank" if own > 1 else ""
     warning = nodes.warning(mesh, per_node)
     return Text(f"mesh  {mesh}: {mesh.size} rank{'s' * (mesh.size > 1)}, {sizes}" + (f"\n{warning}" if warning else ""))
 
@@ -128,14 +140,43 @@ def _stages(compilation: Compilation) -> RenderableType:
     """Layers, compute and parameters of every stage: how even the stages are, and what each rank holds."""
     program, tp, layouts = compilation.program, compilation.mesh.tp, compilation.local.layouts
     flops, sizes = _flops(compilation)
+    several = compilation.step.per_rank > 1
     named = ["stage", "layers", "compute" + sizes, "parameters", *(f"on tp {place}" for place in range(tp) if tp > 1)]
-    table = _table(*named, right=range(2, len(named)))
+    table = _table(*named, *(["on pp"] if several else []), right=range(2, len(named)))
     for stage, cost in zip(compilation.stages, flops, strict=True):
         held = [sum(_elements(program, layouts, stage.parameters, place)) for place in range(tp) if tp > 1]
         whole = sum(_elements(program, {}, stage.parameters, 0))
         share = f"{cost / max(sum(flops), 1):.1%}"
-        table.add_row(str(stage.index), _layers(stage, program), share, *(f"{count:,}" for count in (whole, *held)))
+        rank = [str(compilation.step.place_of(stage.index))] if several else []
+        table.add_row(str(stage.index), _layers(stage, program), share, *(f"{count:,}" for count in (whole, *held)), *rank)
     return table
+
+
+def _schedule(compilation: Compilation, width: int, measured: Sequence[Bubble] | None) -> Iterator[RenderableType]:
+    """What every rank of a pipeline does in a step, and which share of it the pipeline stands idle."""
+    step = compilation.step
+    if step.mesh.pp == 1:
+        return
+    flops, _ = _flops(compilation)
+    made = grid.slots(step, flops)
+    lines = [f"schedule {step.schedule}, predicted: {grid.bubble(made)}   ({grid.legend(step)})"]
+    lines += grid.draw(made, sum(flops) / len(flops) or 1.0, width)
+    if measured:
+        whole = Bubble(sum(own.busy for own in measured), sum(own.total for own in measured))
+        ranks = ", ".join(f"rank {place} {own.of_time:.1%}" for place, own in enumerate(measured))
+        lines.append(f"measured: {whole} ({ranks})")
+    lines += _whole_backwards(compilation)
+    yield Text("\n".join(lines), no_wrap=True)
+
+
+def _whole_backwards(compilation: Compilation) -> Iterator[str]:
+    """The stages that do not run backward in halves, where their schedule would."""
+    reasons: dict[str, list[str]] = {}
+    for stage in compilation.stages if SCHEDULES[compilation.step.schedule].halves else ():
+        if stage.unhalved:
+            reasons.setdefault(stage.unhalved, []).append(str(stage.index))
+    for reason, stages in reasons.items():
+        yield f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}: backward is not halved, since {reason}"
 
 
 def _shared(compilation: Compilation) -> Iterator[RenderableType]:

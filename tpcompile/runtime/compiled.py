@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -160,6 +161,7 @@ class Compiled:
         self._engine: Engine | None = None
         self._program: RankProgram | None = None
         self._checkpoints = Checkpoints()
+        self._measured: list[tuple[float, float]] = []  # of each rank of the pipeline: seconds of work, and of steps
 
     # ---------------------------------------------------------------------------------------- reading
 
@@ -187,8 +189,20 @@ class Compiled:
         launcher started on this one, or 8.
         """
         from tpcompile.inspect.explain import explain
+        from tpcompile.inspect.grid import Bubble
 
-        return explain(self.compilation, devices_per_node=devices_per_node)
+        measured = [Bubble(*seconds) for seconds in self._measured]
+        return explain(self.compilation, devices_per_node=devices_per_node, measured=measured)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Time the training steps inside: `explain()` then says which share of them the pipeline stood idle, beside what it predicts.
+
+        A rank's work includes what its operators wait for other tensor ranks. Collective over the pipeline.
+        """
+        with self._running("compiled.measure()").measure() as seconds:
+            yield
+        self._measured = seconds
 
     def program(self, rank: int | None = None) -> RankProgram:
         """What a rank runs; by default this process's rank. Any rank's can be read, and a process that runs gets its own."""

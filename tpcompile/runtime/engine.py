@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpcompile import collectives
@@ -167,6 +168,19 @@ class Engine:
             if not torch.is_grad_enabled():
                 settle(self.root)
         return outputs.whole_loss(capture.program, values, self.groups)
+
+    @contextmanager
+    def measure(self) -> Iterator[list[tuple[float, float]]]:
+        """Around steps: the seconds that each rank of this pipeline works in them, and that they take. Collective over pp, at its end."""
+        found: list[tuple[float, float]] = []
+        self._schedules.timer.start()
+        try:
+            yield found
+        finally:
+            own = self._schedules.timer.stop()
+        found += [own] * self.groups.mesh.pp
+        if (pipeline := self.groups.group("pp")) is not None:
+            dist.all_gather_object(found, own, group=pipeline)
 
     def _work(self, capture: Capture, tensors: Mapping[str, Tensor], microbatches: int) -> Work:
         """What the rank's stages take for all micro-batches. Every call is a step for the masks of dropout."""

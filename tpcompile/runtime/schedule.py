@@ -19,7 +19,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from tpcompile.ir import Boundary, Program, Stage
 from tpcompile.layout import Size
 from tpcompile.runtime.groups import Groups
-from tpcompile.runtime.piece import Piece
+from tpcompile.runtime.piece import Piece, Timer
 from tpcompile.runtime.stage import INPUT, Root, StageRoot
 from tpcompile.schedules import SCHEDULES, place_of
 
@@ -63,6 +63,7 @@ class Schedules:
         self.last = place_of(name, self._stages - 1, groups.mesh.pp)
         here = groups.coordinates["pp"] == self.last and groups.mesh.pp > 1
         self._end: StageRoot | None = root.stages[-1] if here else None  # the last stage, where it is this rank's
+        self.timer = Timer(groups.device)
         self._made: dict[tuple[object, ...], Made] = {}
         self.scale: Tensor | None = None  # what losses are multiplied with, for backward
 
@@ -72,7 +73,7 @@ class Schedules:
         losses: list[Tensor] = []
         # torch wants a target for every micro-batch, though the loss function does not look at it
         target = torch.zeros(work.microbatches, device=self._groups.device) if self._end else None
-        with self._loss_alone():
+        with self._loss_alone(), self.timer.step():
             schedule.step(target=target, losses=losses if self._end else None, return_outputs=False, **inputs)
         return [loss.detach() if self.scale is None else loss.detach() / self.scale for loss in losses]
 
@@ -138,6 +139,7 @@ class Schedules:
             input_args=_examples(stage.receives, work.sizes, tp),
             output_args=loss if last else _examples(stage.sends, work.sizes, tp),
             group=self._groups.group("pp"),
+            timer=self.timer,
             whole=bool(stage.unhalved),
         )
 
