@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import schedule_workers as others
@@ -21,11 +22,28 @@ CASES = {  # four stages are cut from four layers
 }
 
 
+OTHERS = (
+    *(others.Case(make, "pp=2", schedule) for make in (others.scaled, others.sided, others.frozen) for schedule in ("zbv", "dualpipev")),
+    *(others.Case(others.counting, "pp=2", schedule) for schedule in ("interleaved_1f1b", "zbv")),
+    *(others.Case(make, "dp=2,pp=2", "zbv", 2) for make in (others.scaled, others.frozen, others.counting)),
+)
+
+
 @cache
+def ran(mesh: str) -> list[list[Any]]:
+    """What every rank found, job by job: all of a mesh run in the same processes."""
+    jobs = [*((workers.train_schedules, case) for case in CASES[mesh]), *((others.trained, case) for case in OTHERS if case.mesh == mesh)]
+    return [list(found) for found in zip(*tpcompile.launch(workers.run, mesh, tuple(jobs)), strict=True)]
+
+
 def results(mesh: str) -> list[list[list[Found]]]:
-    """What every rank found, by case and schedule."""
-    ranks = tpcompile.launch(workers.run, mesh, tuple((workers.train_schedules, case) for case in CASES[mesh]))
-    return [[[rank[job][place] for rank in ranks] for place in range(len(SEVERAL))] for job in range(len(CASES[mesh]))]
+    """By case and schedule."""
+    return [[list(ranks) for ranks in zip(*found, strict=True)] for found in ran(mesh)[: len(CASES[mesh])]]
+
+
+def trained() -> list[list[others.Found]]:
+    """Those of the other cases, in their order."""
+    return [found for mesh in ("pp=2", "dp=2,pp=2") for found in ran(mesh)[len(CASES[mesh]) :]]
 
 
 @pytest.mark.parametrize("schedule", SEVERAL)
@@ -43,18 +61,6 @@ def test_three_steps_equal_one_device(mesh: str, job: int, schedule: str) -> Non
     assert frozenset().union(*(found.names for found in ranks)) == {name for name, _ in CASES[mesh][job].model().named_parameters()}
 
 
-OTHERS = (
-    *(others.Case(make, "pp=2", schedule) for make in (others.scaled, others.sided, others.frozen) for schedule in ("zbv", "dualpipev")),
-    *(others.Case(others.counting, "pp=2", schedule) for schedule in ("interleaved_1f1b", "zbv")),
-)
-
-
-@cache
-def trained() -> list[list[others.Found]]:
-    """What every rank found, by case."""
-    return [list(found) for found in zip(*tpcompile.launch(others.run, "pp=2", OTHERS), strict=True)]
-
-
 @pytest.mark.parametrize("job", range(len(OTHERS)), ids=[str(case) for case in OTHERS])
 def test_training_evaluation_and_buffers(job: int) -> None:
     """Two steps of two lengths, with another length in eval mode between them."""
@@ -69,8 +75,8 @@ def test_training_evaluation_and_buffers(job: int) -> None:
 
 def test_the_share_of_idle_time_is_measured() -> None:
     """Every rank knows that of all, and says it beside what the stages' costs predict."""
-    for ranks in trained():
+    for case, ranks in zip(OTHERS, trained(), strict=True):
         lines = [[line for line in found.explained.splitlines() if re.match("schedule|measured", line)] for found in ranks]
-        assert lines[0] == lines[1] and len(lines[0]) == 2
+        assert lines[0] == lines[1] and len(lines[0]) == 2, case
         measured = re.fullmatch(r"measured: idle (\S+)% of the time, (\S+)% of the work \(rank 0 (\S+)%, rank 1 (\S+)%\)", lines[0][1])
         assert measured and all(0 < float(share) < 100 for share in measured.group(1, 3, 4))
