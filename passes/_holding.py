@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from tpcompile.ir import Program, Stage
+from tpcompile.collectives import length
+from tpcompile.ir import PerRank, Program, Stage
 from tpcompile.passes._parts import Part, layer_of
 from tpcompile.passes._tree import Held, Tree
 
@@ -39,12 +40,13 @@ class Holding:
         self,
         program: Program,
         model: nn.Module,
-        pieces: Mapping[str, Piece],
+        pieces: Mapping[str, Sequence[Piece]],
         stages: tuple[Stage, ...],
         parts: Mapping[int, tuple[Part, ...]],
+        coordinate: int,
         device: torch.device,
     ) -> None:
-        self._program, self._model, self._pieces, self._device = program, model, pieces, device
+        self._program, self._model, self._pieces, self._coordinate, self._device = program, model, pieces, coordinate, device
         self._first = stages[0].index
         self._users: dict[str, tuple[int, ...]] = {}  # qualified name → the stages whose graphs use it
         for stage in stages:
@@ -64,8 +66,17 @@ class Holding:
         self.unused = frozenset(name for name in names if name not in self._users and name not in self._twins)
 
     def piece(self, name: str) -> Piece:
-        """What a rank holds of a parameter."""
-        return self._pieces.get(name, Piece()) if name in self._users else Piece()
+        """What the rank holds of a parameter."""
+        return self._pieces[name][self._coordinate] if name in self._pieces and name in self._users else Piece()
+
+    def _shape(self, name: str, tensor: Tensor) -> tuple[int | PerRank, ...]:
+        """The local shape of a parameter on all tensor ranks."""
+        shape: list[int | PerRank] = list(tensor.shape)
+        pieces = self._pieces.get(name, ()) if name in self._users else ()
+        for dim in {piece.dim for piece in pieces if piece.dim is not None}:
+            lengths = tuple(length(piece.ranges) for piece in pieces)
+            shape[dim] = lengths[0] if len(set(lengths)) == 1 else PerRank(lengths)
+        return tuple(shape)
 
     def tree(self, stage: Stage) -> tuple[Tree, dict[str, str]]:
         """A stage's tensors at their original places, and the twins that are other names of them."""
@@ -79,9 +90,11 @@ class Holding:
                 twins[name] = self._twins[name]
                 continue
             value = self._copy(self.piece(name).of(tensor.detach()))
-            tree.at(path).held[own] = Held(value.requires_grad_(is_parameter and tensor.requires_grad), is_parameter, persistent)
+            value.requires_grad_(is_parameter and tensor.requires_grad)
+            tree.at(path).held[own] = Held(value, is_parameter, persistent, self._shape(name, tensor))
         for placeholder in stage.constants:
-            tree.held[placeholder] = Held(self._copy(self._program.constants[placeholder]), is_parameter=False, persistent=False)
+            value = self._copy(self._program.constants[placeholder])
+            tree.held[placeholder] = Held(value, is_parameter=False, persistent=False, shape=tuple(value.shape))
         return tree, twins
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, bool, bool]]:

@@ -8,6 +8,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
@@ -25,7 +26,7 @@ from tpcompile.passes._applied import apply_text
 from tpcompile.rules import argument
 
 WIDTH = 120
-RESERVED = frozenset({"aten", "collectives", "device", "math", "nn", "operator", "self", "torch", *keyword.kwlist, *dir(builtins)})
+RESERVED = frozenset({"aten", "collectives", "device", "math", "nn", "operator", "self", "torch", "tp", *keyword.kwlist, *dir(builtins)})
 """Names that a local variable of an emitted function does not take."""
 
 _INFIX = {
@@ -38,6 +39,13 @@ _DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.uint8: "u8",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """An argument of a node that is Python text already."""
+
+    text: str
 
 
 class Scope:
@@ -71,6 +79,8 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
     match value:
         case fx.Node():
             return names[value]
+        case Written():
+            return value.text
         case torch.device():
             return "device"
         case float() if not math.isfinite(value):

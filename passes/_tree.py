@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from tpcompile.ir import PerRank
+
 
 @dataclass(frozen=True)
 class Held:
@@ -16,6 +18,22 @@ class Held:
     value: Tensor
     is_parameter: bool
     persistent: bool = True
+    shape: tuple[int | PerRank, ...] = ()  # on all tensor ranks
+
+
+@dataclass
+class Numbers:
+    """What differs between tensor ranks, as a table of the emitted source: on rank r, `N0[r]`."""
+
+    stem: str = "N"
+    rows: dict[str, str] = field(default_factory=dict)  # the values, printed → the row's name
+
+    def name(self, number: PerRank) -> str:
+        return self.rows.setdefault(repr(number.values), f"{self.stem}{len(self.rows)}")
+
+    def lines(self) -> list[str]:
+        """The table's statements."""
+        return [f"{name} = {values}" for values, name in self.rows.items()]
 
 
 @dataclass
@@ -74,16 +92,16 @@ def _is_name(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name)
 
 
-def constructor(tree: Tree, owner: str = "self") -> list[str]:
+def constructor(tree: Tree, numbers: Numbers, owner: str = "self") -> list[str]:
     """The statements of __init__ that make a module's parameters, buffers and submodules."""
-    lines = [_tensor(owner, name, held) for name, held in tree.held.items()]
+    lines = [_tensor(owner, name, held, numbers) for name, held in tree.held.items()]
     for name, child in tree.children.items():
         where = attribute(tree, name, owner)
         if tree.kind == "module":
             made = _module(child)
             lines.append(f"{where} = {made}" if _is_name(name) else f'{owner}.add_module("{name}", {made})')
         if not child.made:
-            lines += constructor(child, where)
+            lines += constructor(child, numbers, where)
     return lines
 
 
@@ -99,8 +117,9 @@ def _module(tree: Tree) -> str:
     return "nn.ModuleList([" + ", ".join(made) + "])"
 
 
-def _tensor(owner: str, name: str, held: Held) -> str:
-    shape = tuple(held.value.shape)
+def _tensor(owner: str, name: str, held: Held, numbers: Numbers) -> str:
+    sizes = [f"{numbers.name(size)}[tp]" if isinstance(size, PerRank) else str(size) for size in held.shape]
+    shape = f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
     empty = f"torch.empty({shape}, dtype={held.value.dtype}, device=device)"
     if not held.is_parameter:
         return f'{owner}.register_buffer("{name}", {empty}{"" if held.persistent else ", persistent=False"})'

@@ -6,17 +6,29 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
 from tpcompile.errors import TpcompileError
-from tpcompile.ir import Program, Stage
+from tpcompile.ir import PerRank, Program, Stage
 from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._applied import import_lines, imported
 from tpcompile.passes._parts import Part
-from tpcompile.passes._source import RESERVED, Scope, argument_comment, expression, has_device, origin, site_of, statement, stem, type_text
-from tpcompile.passes._tree import Tree, assignment, attribute, constructor, numbered
+from tpcompile.passes._source import (
+    RESERVED,
+    Scope,
+    Written,
+    argument_comment,
+    expression,
+    has_device,
+    origin,
+    site_of,
+    statement,
+    stem,
+    type_text,
+)
+from tpcompile.passes._tree import Numbers, Tree, assignment, attribute, constructor, numbered
 
 _HEAD = '''"""Stage {index} of {count}, made by tpcompile. Parameters and buffers are empty until their values are loaded, by name.{needs}
 
@@ -24,6 +36,7 @@ _HEAD = '''"""Stage {index} of {count}, made by tpcompile. Parameters and buffer
 """
 '''
 _WHOLE = "Shapes in comments are those of the whole values."
+_TABLE = "\n# What differs between tensor ranks, by rank."
 _CUT = "Shapes in comments are those of the whole values; @tp marks what is cut over the tensor-parallel ranks, +tp a partial sum."
 
 _LATER = "  # gradients of whole parameters are summed over it; within collectives.postponed, by the caller, once a step"
@@ -35,18 +48,24 @@ class About:
 
     program: Program
     model: nn.Module
-    axis: str  # the spelling of the tensor axis that has no group yet
+    parts: int  # tensor ranks
     layouts: Mapping[str, Layout | tuple[Layout, ...]]
     origins: Mapping[str, str]  # node that a pass added → the program's node whose value it is a piece of
     stages: int
 
 
 def write(stage: Stage, parts: Sequence[Part], tree: Tree, twins: Mapping[str, str], about: About) -> str:
-    """The source of a stage's module, class `Stage`.
+    """The source of a stage's module, class `Stage`: one for all tensor ranks, with a table of what differs between them.
 
     `tree` holds the stage's tensors, and its layers become calls of their classes; `twins` are other names of some tensors.
     """
-    writer = _Writer(stage, tuple(parts), tree, about)
+    taken = {*stage.inputs, *(boundary.name for boundary in stage.receives), *(type(part).__name__ for part in about.model.modules())}
+    numbers = Numbers("N" if not any(re.fullmatch(r"N\d+", name) for name in taken) else "N_")
+    graph = _numbered(stage.graph, numbers)
+    nodes = {node.name: node for node in graph.nodes}
+    renewed = tuple(Part(part.layer, tuple(nodes[node.name] for node in part.nodes)) for part in parts)
+    writer = _Writer(replace(stage, graph=graph), renewed, tree, about, numbers)
+    parts = renewed
     calls = {part: writer.layer(part) for part in parts if part.layer}
     root = writer.root(calls, twins)
     body = "\n\n".join([*(_class(name, numbered(writer.layers[name]), text) for text, name in writer.classes.items()), root])
@@ -64,9 +83,25 @@ def write(stage: Stage, parts: Sequence[Part], tree: Tree, twins: Mapping[str, s
         "from torch import nn",
         *([theirs] if theirs else []),
         *ours,
-        "\naten = torch.ops.aten\n\n",
+        "\naten = torch.ops.aten",
+        *([_TABLE, *numbers.lines()] if numbers.rows else []),
+        "\n",
     ]
     return "\n".join(lines) + "\n" + body
+
+
+def _numbered(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
+    """The graph with a place in the table instead of each number that differs by rank."""
+
+    def written(leaf: object) -> object:
+        return Written(f"{numbers.name(leaf)}[self.rank]") if isinstance(leaf, PerRank) else leaf
+
+    made, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        new[node] = made.node_copy(node, new.__getitem__)
+        new[node].args = fx.node.map_aggregate(new[node].args, written)  # type: ignore[arg-type]
+        new[node].kwargs = fx.node.map_aggregate(new[node].kwargs, written)  # type: ignore[arg-type]
+    return made
 
 
 def _class(name: str, doc: str, text: str) -> str:
@@ -87,6 +122,7 @@ class _Writer:
     parts: tuple[Part, ...]
     tree: Tree
     about: About
+    numbers: Numbers
     classes: dict[str, str] = field(default_factory=dict)  # text of a layer's methods → the class that has them
     layers: dict[str, list[str]] = field(default_factory=dict)  # class → the layers that it stands for
 
@@ -113,7 +149,7 @@ class _Writer:
         body = self._statements([part], scope, set(results), sites, self._device(tree, arguments, scope))
         body.append(f"return {', '.join(scope.names[node] for node in results)}")
         name = self._named(self._methods(tree, signature, body, sites=bool(sites)), part.layer)
-        tree.made = f"{name}(device, sites={sites})" if sites else f"{name}(device)"
+        tree.made = f"{name}(tp, device, sites={sites})" if sites else f"{name}(tp, device)"
         return _Call(tuple(arguments), results)
 
     def root(self, calls: Mapping[Part, _Call], twins: Mapping[str, str]) -> str:
@@ -250,13 +286,15 @@ class _Writer:
 
     def _methods(self, tree: Tree, signature: str, body: Sequence[str], extra: Sequence[str] = (), *, sites: bool = False) -> str:
         made = ["super().__init__()"]
+        made += ["self.rank = tp"] if any("self.rank" in line for line in body) else []
         for name, note in (("tp", ""), ("tp_later", _LATER)):
-            made += [f'self.{name} = "{self.about.axis}"{note}'] if any(re.search(rf"self\.{name}\b", line) for line in body) else []
+            spelled = f'self.{name} = f"tp:{{tp}}/{self.about.parts}"{note}'
+            made += [spelled] if any(re.search(rf"self\.{name}", line) for line in body) else []
         made += ["self.sites = sites  # of random numbers"] if sites else []
-        made += [*constructor(tree), *extra]
+        made += [*constructor(tree, self.numbers), *extra]
         return "\n".join(
             [
-                f"def __init__(self, device=None{', sites=()' if sites else ''}):",
+                f"def __init__(self, tp=0, device=None{', sites=()' if sites else ''}):",
                 textwrap.indent("\n".join(made), "    "),
                 "",
                 signature,

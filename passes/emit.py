@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -17,7 +17,7 @@ from tpcompile.ir import PerRank, Program, Stage
 from tpcompile.layout import Layout
 from tpcompile.mesh import Mesh
 from tpcompile.passes._holding import Holding, Piece
-from tpcompile.passes._parts import Part, arrange
+from tpcompile.passes._parts import arrange
 from tpcompile.passes._tree import Tree, fill
 from tpcompile.passes._writer import About, write
 
@@ -82,7 +82,7 @@ def emit(
     after   class Block(nn.Module):
                 def forward(self, x):
                     return aten.linear.default(x, self.fc.weight)
-            …   self.h = nn.ModuleList(Block(device) for _ in range(2))
+            …   self.h = nn.ModuleList(Block(tp, device) for _ in range(2))
 
     `pieces` has an entry for every parameter that is cut. The source's comments show the `layouts` of nodes; `origins` names the
     program's node for those that a pass added. `held` lists this rank's stages by index: by default stage i is on pipeline
@@ -96,25 +96,21 @@ def emit(
     graphs = tuple(_localize(stage.graph, place["tp"]) for stage in mine)
     paths = {name: source.path for name, source in program.sources.items()}
     parts = {stage.index: arrange(stage, paths, program.layers) for stage in stages}
-    local = {name: Piece(dim, tuple(collectives.held_by(bounds, place["tp"], mesh.tp))) for name, (dim, bounds) in pieces.items()}
-    holding = Holding(program, model, local, tuple(stages), parts, torch.device(device))
-    about = About(program, model, collectives.unbound("tp", place["tp"], mesh.tp), layouts or {}, origins or {}, len(stages))
+    local = {
+        name: [Piece(dim, tuple(collectives.held_by(bounds, c, mesh.tp))) for c in range(mesh.tp)] for name, (dim, bounds) in pieces.items()
+    }
+    holding = Holding(program, model, local, tuple(stages), parts, place["tp"], torch.device(device))
+    about = About(program, model, mesh.tp, layouts or {}, origins or {}, len(stages))
     modules, sources, parameters = [], [], dict[str, Piece]()
-    for stage, graph in zip(mine, graphs, strict=True):
+    for stage in mine:
         tree, twins = holding.tree(stage)
-        source = write(replace(stage, graph=graph), _renewed(parts[stage.index], graph), tree, twins, about)
-        modules.append(_execute(source, tree, twins).train(model.training))
+        source = write(stage, parts[stage.index], tree, twins, about)
+        modules.append(_execute(source, place["tp"], tree, twins).train(model.training))
         sources.append(source)
         own = {name: holding.piece(name) for name, tensor in tree.tensors() if tensor.is_parameter}
         parameters |= own | {twin: own[name] for twin, name in twins.items() if name in own}
     unused = tuple(name for name in parameters if name in holding.unused)
     return RankProgram(mesh, rank, tuple(mine), tuple(modules), graphs, tuple(sources), MappingProxyType(parameters), unused)
-
-
-def _renewed(parts: Sequence[Part], graph: fx.Graph) -> tuple[Part, ...]:
-    """The same parts with the nodes of another copy of the graph."""
-    nodes = {node.name: node for node in graph.nodes}
-    return tuple(Part(part.layer, tuple(nodes[node.name] for node in part.nodes)) for part in parts)
 
 
 def _localize(graph: fx.Graph, coordinate: int) -> fx.Graph:
@@ -131,14 +127,14 @@ def _localize(graph: fx.Graph, coordinate: int) -> fx.Graph:
     return local
 
 
-def _execute(source: str, tree: Tree, twins: Mapping[str, str]) -> nn.Module:
+def _execute(source: str, coordinate: int, tree: Tree, twins: Mapping[str, str]) -> nn.Module:
     """Run the printed source and put the parameters in place. Tracebacks show its lines."""
     name = f"tpcompile_stage_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
     file = f"<{name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     namespace: dict[str, object] = {"__name__": name}
     exec(compile(source, file, "exec"), namespace)
-    module: nn.Module = namespace["Stage"](device="meta")  # type: ignore[operator]
+    module: nn.Module = namespace["Stage"](coordinate, device="meta")  # type: ignore[operator]
     fill(module, dict(tree.tensors()))
     for twin, canonical in twins.items():
         owner, _, name = twin.rpartition(".")

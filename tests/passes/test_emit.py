@@ -71,7 +71,16 @@ def test_a_rank_has_its_pieces_and_its_numbers() -> None:
         assert torch.equal(made.module.h[1].down.weight, model.h[1].down.weight[:, own])
         assert made.parameters["h.1.down.weight"] == Piece(1, ((own.start, own.stop),)) and made.parameters["embed.weight"] == Piece()
         assert [node.args[1][2] for node in made.graph.nodes if node.target is torch.ops.aten.view.default] == [size, size]
-    assert emitted(model, 0).source != emitted(model, 1).source and emitted(model, 1).source == emitted(tiny(), 1).source
+    assert emitted(model, 0).source == emitted(model, 1).source and "N0 = (3, 2)" in emitted(model, 1).source
+
+
+def test_the_table_of_numbers_does_not_take_a_name_of_the_models() -> None:
+    class N0(nn.Linear):
+        pass
+
+    model = tiny()
+    model.h[0].up.__class__ = N0
+    assert "N_0 = (3, 2)" in emitted(model, 1).source
 
 
 def test_source_runs_alone(tmp_path: Path) -> None:
@@ -201,7 +210,7 @@ def test_sites_of_dropout_do_not_make_layers_unequal() -> None:
 
     key = fx.Graph().placeholder("rng_key")
     made = emit([stage_of(program, copied(program.graph, change))], program, model, {}, Mesh(), 0)
-    assert "[Block(device, sites=(0,)), Block(device, sites=(1,))]" in made.source
+    assert "[Block(tp, device, sites=(0,)), Block(tp, device, sites=(1,))]" in made.source
     assert made.module.h[1].sites == (1,) and type(made.module.h[0]) is type(made.module.h[1])
     one, other, same = (made.module(**batch(), rng_key=torch.tensor(key))[0] for key in ([1, 0, 0], [2, 0, 0], [1, 0, 0]))
     assert torch.equal(one, same) and not torch.equal(one, other)
