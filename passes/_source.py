@@ -210,3 +210,19 @@ def statement(target: str, value: str, dead: Sequence[str], comment: str) -> str
 def origin(source: Source | None) -> str:
     """The user's line that a node came from."""
     return f"# {source.file.rsplit('/', 1)[-1]}:{source.line}  {source.code.strip()}".rstrip() if source else ""
+
+
+def function(name: str, graph: fx.Graph, doc: str) -> str:
+    """A graph of tensors as a function of its placeholders, on the device of the first."""
+    scope, lines = Scope(), [f'    """{doc}"""']
+    given = graph.find_nodes(op="placeholder")
+    for node in given:
+        scope.name(node, node.name, keep=True)
+    if any(has_device(node) for node in graph.nodes):
+        lines.append(f"    device = {scope.names[given[0]]}.device" if given else '    device = "cpu"')
+    for node in graph.nodes:
+        if node.op == "call_function":
+            value = expression(node, scope.names)
+            lines.append(f"    {scope.name(node, node.name)} = {value}")
+    lines.append(f"    return {literal(graph.output_node().args[0], scope.names)}")
+    return "\n".join([f"def {name}({', '.join(scope.names[node] for node in given)}):", *lines])

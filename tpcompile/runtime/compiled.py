@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,6 +213,17 @@ class Compiled:
             at, fix = f"compiled.program(rank={rank})", f"use a rank from 0 to {self.mesh.size - 1}"
             raise InputError(f"mesh {self.mesh} has no rank {rank}", at=at, source=caller(), fix=fix)
         return self.compilation.rank_program(self.model, rank, torch.device("cpu"))
+
+    def emit(self, directory: str | Path, *, formats: Sequence[str] = ()) -> None:
+        """Write the programs of all ranks to a folder: `stage_K.py`, `rank_NNN.safetensors`, `plan.txt` and `manifest.json`.
+
+        The weights are the model's as it was compiled. A model on the meta device gives programs without weights. `formats` may add
+        "onnx" and "pt2": a rank's forward in these forms. A folder that a program was written to before is written anew; raises
+        InputError for one with other files.
+        """
+        from tpcompile.export.write import emit
+
+        emit(self.compilation, self.model, Path(directory), formats)
 
     def _own_program(self, rank: int) -> RankProgram:
         if self._program is None or self._program.rank != rank:

@@ -1,0 +1,1 @@
+"""Programs on disk: written for every rank, read back and checked, and in other formats."""
