@@ -51,7 +51,7 @@ def bind(module: nn.Module, groups: Mapping[str, str]) -> None:
         for axis, name in groups.items():
             for attribute in (axis, axis + LATER):
                 if isinstance(spelled := vars(part).get(attribute), str):
-                    setattr(part, attribute, _bound(spelled, name))
+                    setattr(part, attribute, bound(spelled, name))
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def postponed(module: nn.Module, axis: str) -> Iterator[None]:
             setattr(part, axis + LATER, value)
 
 
-def _bound(axis: str, name: str) -> str:
+def bound(axis: str, name: str) -> str:
     match = _SPELLING.fullmatch(axis)
     if match is None:
         return name

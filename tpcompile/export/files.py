@@ -52,7 +52,7 @@ def read_manifest(directory: Path, call: str) -> dict[str, Any]:
         raise InputError(f"{path} is no manifest of format {FORMAT}", at=call, source=caller(), fix="emit the program again")
     problems: list[TpcompileError] = []
     for name, written in content["versions"].items():
-        here = versions()[name] if name in versions() else ""
+        here = versions().get(name, "")
         if _release(here) != _release(written):
             what = f"the program was written with {name} {written}, this is {here}"
             problems.append(InputError(what, at=str(path), fix=f"install {name} {written}, or emit the program again"))
@@ -67,7 +67,8 @@ def _checked(directory: Path, content: dict[str, Any], call: str, problems: list
         elif not file.is_file():
             problems.append(InputError(f"{file} is missing", at=call, fix="copy the whole folder, or emit the program again"))
         elif digest(file) != expected:
-            problems.append(InputError(f"{file} is not the file that was written: its SHA-256 differs", at=call, fix="emit the program again"))
+            what = f"{file} is not the file that was written: its SHA-256 differs"
+            problems.append(InputError(what, at=call, fix="emit the program again"))
     if error := several(problems):
         raise error
     return content

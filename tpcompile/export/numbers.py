@@ -1,7 +1,7 @@
 """Sizes and conditions as JSON, and back. Nothing that is read is evaluated as code.
 
-    b·(s + 1)       ["Mul", "b", ["Add", "s", 1]]
-    s // 2          ["torch.FloorDiv", "s", 2]
+b·(s + 1)       ["Mul", "b", ["Add", "s", 1]]
+s // 2          ["torch.FloorDiv", "s", 2]
 """
 
 from __future__ import annotations

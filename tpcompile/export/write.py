@@ -1,11 +1,11 @@
 """Programs of all ranks as files: readable source for each stage, weights for each rank, and a manifest.
 
-    build/
-      stage_0.py              the modules of stage 0, for all ranks that hold it
-      rank_000.safetensors    a rank's parameters, buffers and constants, by their names in the model; replicas share the file
-      counts.py               what the whole batch is asked before the first forward, if the loss needs it
-      plan.txt                what was cut and why
-      manifest.json           versions, mesh, ranks, shapes, collectives in order, the SHA-256 of every other file
+build/
+  stage_0.py              the modules of stage 0, for all ranks that hold it
+  rank_000.safetensors    a rank's parameters, buffers and constants, by their names in the model; replicas share the file
+  counts.py               what the whole batch is asked before the first forward, if the loss needs it
+  plan.txt                what was cut and why
+  manifest.json           versions, mesh, ranks, shapes, collectives in order, the SHA-256 of every other file
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from tpcompile.export.numbers import encode
 from tpcompile.ir import Boundary, Program, Stage
 from tpcompile.layout import TensorType
 from tpcompile.passes._source import function
+from tpcompile.passes.emit import RankProgram
 from tpcompile.runtime.data_parallel import reached
+from tpcompile.timeline import summed_later
+
+FORMATS = ("onnx", "pt2")
+"""What may be written beside the sources and the weights."""
 
 _COUNTS = '''"""Numbers of the whole batch that its loss is computed with: the sums of its parts' shares."""
 
@@ -42,14 +47,15 @@ aten = torch.ops.aten
 def emit(compilation: Compilation, model: nn.Module, directory: Path, formats: Sequence[str] = ()) -> None:
     """Write the programs of all ranks. One rank's tensors are in memory at a time."""
     mesh = compilation.mesh
+    bare = any(tensor.is_meta for tensor in model.parameters())
+    _check_formats(formats, bare)
     prepare(directory)
     ranks, written = [], set[int]()
     held = {rank: _stages(compilation, rank) for rank in range(mesh.size)}
-    bare = any(tensor.is_meta for tensor in model.parameters())
     first = {tuple(stages): rank for rank, stages in reversed(held.items())}  # stages → the lowest rank that holds them
     for rank, stages in held.items():
         place = mesh.coordinates(rank)
-        file = f"rank_{mesh.rank({**place, 'dp': 0}):03d}.safetensors"
+        stem = f"rank_{mesh.rank({**place, 'dp': 0}):03d}"
         if first[tuple(stages)] == rank or (place["dp"] == 0 and not bare):
             program = compilation.rank_program(model, rank)
             for stage, source in zip(program.stages, program.sources, strict=True):
@@ -57,23 +63,51 @@ def emit(compilation: Compilation, model: nn.Module, directory: Path, formats: S
                     (directory / f"stage_{stage.index}.py").write_text(source, encoding="utf-8")
                     written.add(stage.index)
             if not bare:
-                save_file(tensors_of(program.modules), directory / file)
-        ranks.append({"rank": rank, **place, "stages": stages, "weights": None if bare else file})
+                save_file(tensors_of(program.modules), directory / f"{stem}.safetensors")
+                for name in formats:
+                    _write_as(name, compilation, program, directory, stem)
+        others = {name: [_named(stem, stage, stages, name) for stage in stages] for name in formats}
+        ranks.append({"rank": rank, **place, "stages": stages, "weights": None if bare else f"{stem}.safetensors", **others})
     write_counts(compilation.program, model, directory)
     write_plan(compilation, directory)
     write_manifest(directory, manifest(compilation, model, ranks))
 
 
+def _check_formats(formats: Sequence[str], bare: bool) -> None:
+    at = f"compiled.emit(formats={list(formats)!r})"
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise InputError(f"there is no format {unknown[0]!r}", at=at, source=caller(), fix=f"use {' or '.join(FORMATS)}")
+    if formats and bare:
+        what = "the model is on the meta device: these formats hold weights"
+        raise InputError(what, at=at, source=caller(), fix="leave formats out, or give the model values")
+
+
+def _write_as(name: str, compilation: Compilation, program: RankProgram, directory: Path, stem: str) -> None:
+    """A rank's stages in one of the other formats."""
+    from tpcompile.export.onnx import write_onnx
+    from tpcompile.export.pt2 import write_pt2
+
+    held = [stage.index for stage in program.stages]
+    for stage, module in zip(program.stages, program.modules, strict=True):
+        file = directory / _named(stem, stage.index, held, name)
+        work = write_onnx if name == "onnx" else write_pt2
+        work(module, compilation.program, stage, compilation.sizes, program.coordinates["tp"], file)
+
+
+def _named(stem: str, stage: int, held: Sequence[int], ending: str) -> str:
+    """rank_000.onnx; of a rank that holds several stages, rank_000_stage_2.onnx."""
+    return f"{stem}.{ending}" if len(held) == 1 else f"{stem}_stage_{stage}.{ending}"
+
+
 def _stages(compilation: Compilation, rank: int) -> list[int]:
     """The stages that a rank holds."""
-    pp = compilation.mesh.pp
-    return [stage.index for stage in compilation.stages if stage.index % pp == compilation.mesh.coordinates(rank)["pp"]]
+    return [stage.index for stage in compilation.step.stages_at(compilation.mesh.coordinates(rank)["pp"])]
 
 
 def prepare(directory: Path) -> None:
     """Make a folder, or clear one that a program was written to. Raises InputError for a folder with other files."""
     directory.mkdir(parents=True, exist_ok=True)
-    found = [file for file in directory.iterdir()]
+    found = list(directory.iterdir())
     if found and not (directory / MANIFEST).is_file():
         what = f"{directory} is not empty, and no program was written there"
         raise InputError(what, at=f"compiled.emit({str(directory)!r})", source=caller(), fix="give a new folder")
@@ -112,7 +146,7 @@ def write_counts(program: Program, model: nn.Module, directory: Path) -> None:
 def manifest(compilation: Compilation, model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a program needs beside its sources and weights, as JSON."""
     options, program = compilation.options, compilation.program
-    chosen = ("microbatches", "schedule", "data_parallel", "split_batches")
+    chosen = ("microbatches", "schedule", "stages_per_rank", "data_parallel", "split_batches")
     return {
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "mesh": str(compilation.mesh),
@@ -139,7 +173,9 @@ def _program(program: Program, model: nn.Module) -> dict[str, Any]:
         "loss": program.loss and {"name": program.loss, **_type(types[program.loss], "the loss")},
         "returned": {name: _type(types[name], name) for name in program.returned()},
         "outputs": _outputs(program),
-        "counts": [{"name": count.name, "computed": count.graph is not None, **_type(types[count.name], count.name)} for count in program.counts],
+        "counts": [
+            {"name": count.name, "computed": count.graph is not None, **_type(types[count.name], count.name)} for count in program.counts
+        ],
         "random": program.random,
         "updates": list(program.updates),
         "aliases": dict(program.aliases),
@@ -232,6 +268,8 @@ def _stage(compilation: Compilation, stage: Stage) -> dict[str, Any]:
             direction: [{"value": sent.value, "call": sent.call, "axis": sent.axis, "bytes": str(sent.bytes)} for sent in calls]
             for direction, calls in (("forward", messages.forward), ("backward", messages.backward))
         },
+        "summed_later": summed_later(stage),
+        "unhalved": stage.unhalved,
     }
 
 
