@@ -52,7 +52,13 @@ def _modes(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 def matches(program: Program, batch: Mapping[str, Any], model: nn.Module) -> bool:
     """Whether a program computes the model for a batch: same structure, types and mode, and sizes that its symbols may have."""
     guards = program.guards
-    if guards is None or _modes(model) != (guards.training, guards.trained):
+    return guards is not None and _modes(model) == (guards.training, guards.trained) and suits(program, batch)
+
+
+def suits(program: Program, batch: Mapping[str, Any]) -> bool:
+    """Whether a batch has the structure, the types and the sizes that a program is for."""
+    guards = program.guards
+    if guards is None:
         return False
     leaves = dict(binding.leaves(batch)[0])
     tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}

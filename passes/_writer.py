@@ -289,7 +289,7 @@ class _Writer:
         made += ["self.rank = tp"] if any("self.rank" in line for line in body) else []
         for name, note in (("tp", ""), ("tp_later", _LATER)):
             spelled = f'self.{name} = f"tp:{{tp}}/{self.about.parts}"{note}'
-            made += [spelled] if any(re.search(rf"self\.{name}", line) for line in body) else []
+            made += [spelled] if any(re.search(rf"self\.{name}\b", line) for line in body) else []
         made += ["self.sites = sites  # of random numbers"] if sites else []
         made += [*constructor(tree, self.numbers), *extra]
         return "\n".join(

@@ -211,9 +211,17 @@ def lower_captured(
         local = verify(log.run("cast", optimized, lambda: cast(optimized, wide)))
         program = local.program
     loads, own = costs(program, batch), options.stages_per_rank
-    stages = tuple(verify(stage) for stage in log.run("split", local, lambda: split(local, mesh.pp, loads, own)))
+    cut = log.run("split", local, lambda: split(local, mesh.pp, loads, own))
+    stages = tuple(verify(with_layers(stage, program)) for stage in cut)
     step = verify(step_of(local, stages, mesh, options, sizes_of(program, batch)))
     return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, step, MappingProxyType(log.steps))
+
+
+def with_layers(stage: Stage, program: Program) -> Stage:
+    """A stage that knows which layers the emitted module has."""
+    parts = arrange(stage, {name: source.path for name, source in program.sources.items()}, program.layers)
+    layers = tuple(dict.fromkeys(part.layer for part in parts if part.layer))
+    return replace(stage, layers=layers, units=units(stage, program, parts))
 
 
 def step_of(local: Local, stages: tuple[Stage, ...], mesh: Mesh, options: Options, sizes: Mapping[Symbol, int]) -> timeline.Step:
@@ -225,7 +233,7 @@ def step_of(local: Local, stages: tuple[Stage, ...], mesh: Mesh, options: Option
     if options.recompute == "full":
         runs = [[{node.name for node in part.nodes} for part in own if part.layer] for own in parts]
         messages = tuple(run_again(local, *each) for each in zip(stages, messages, runs, strict=True))
-    layers = tuple(units(stage, local.program, own) for stage, own in zip(stages, parts, strict=True))
+    layers = tuple(stage.units for stage in stages)
     return timeline.Step(mesh, options.schedule, options.microbatches, local, stages, messages, sizes, options.data_parallel, layers)
 
 

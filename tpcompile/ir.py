@@ -257,6 +257,8 @@ class Stage:
     constants: tuple[str, ...]
     updates: tuple[str, ...] = ()
     unhalved: str = ""  # why its backward is never run in halves; "" where it can be
+    layers: tuple[str, ...] = ()  # the layers that run as modules of their own, in order
+    units: tuple[str, ...] = ()  # those of them all uses of whose parameters are in them
 
 
 class Draft:

@@ -146,7 +146,7 @@ def write_counts(program: Program, model: nn.Module, directory: Path) -> None:
 def manifest(compilation: Compilation, model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a program needs beside its sources and weights, as JSON."""
     options, program = compilation.options, compilation.program
-    chosen = ("microbatches", "schedule", "stages_per_rank", "data_parallel", "split_batches")
+    chosen = ("microbatches", "schedule", "stages_per_rank", "data_parallel", "split_batches", "recompute", "precision", "dropout")
     return {
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "mesh": str(compilation.mesh),
@@ -154,6 +154,8 @@ def manifest(compilation: Compilation, model: nn.Module, ranks: Sequence[Mapping
         "training": model.training,
         "program": _program(program, model),
         "parameters": _parameters(compilation, model),
+        "buffers": _buffers(model),
+        "twins": _twins(model),
         "stages": [_stage(compilation, stage) for stage in compilation.stages],
         "ranks": list(ranks),
     }
@@ -163,7 +165,7 @@ def _program(program: Program, model: nn.Module) -> dict[str, Any]:
     types = program.types
     forward = inspect.signature(model.forward).parameters
     return {
-        "forward": [name for name, p in forward.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)],
+        "forward": {name: p.kind.name for name, p in forward.items()},
         "inputs": {
             name: {"path": i.path, "batch_dim": i.batch_dim, **_type(types[name], f"input {i.path}")} for name, i in program.inputs.items()
         },
@@ -246,13 +248,29 @@ def _parameters(compilation: Compilation, model: nn.Module) -> dict[str, Any]:
     pieces, ranks = compilation.pieces(), compilation.mesh.tp
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
-        found[name] = {"dtype": str(p.dtype).removeprefix("torch."), "shape": list(p.shape)}
+        found[name] = {"dtype": str(p.dtype).removeprefix("torch."), "shape": list(p.shape), "trained": p.requires_grad}
         if name in pieces:
             dim, bounds = pieces[name]
             size = len(bounds) // ranks
             ranges = [[bounds[i : i + 2] for i in range(size * rank, size * (rank + 1), 2)] for rank in range(ranks)]
             found[name] |= {"dim": dim, "ranges": ranges}
     return found
+
+
+def _buffers(model: nn.Module) -> dict[str, Any]:
+    """The whole shape of every buffer, and whether it is in the state dict."""
+    saved = model.state_dict(keep_vars=True)
+    return {
+        name: {"dtype": str(buffer.dtype).removeprefix("torch."), "shape": list(buffer.shape), "saved": name in saved}
+        for name, buffer in model.named_buffers()
+    }
+
+
+def _twins(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers, with the first."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
 
 
 def _stage(compilation: Compilation, stage: Stage) -> dict[str, Any]:
@@ -262,13 +280,16 @@ def _stage(compilation: Compilation, stage: Stage) -> dict[str, Any]:
         "receives": [_boundary(boundary, compilation.mesh.tp) for boundary in stage.receives],
         "sends": [_boundary(boundary, compilation.mesh.tp) for boundary in stage.sends],
         "inputs": list(stage.inputs),
-        "parameters": sorted(set(stage.parameters.values())),
+        "parameters": dict(stage.parameters),
+        "buffers": dict(stage.buffers),
+        "layers": list(stage.layers),
+        "units": list(stage.units),
         "updates": list(stage.updates),
         "collectives": {
             direction: [{"value": sent.value, "call": sent.call, "axis": sent.axis, "bytes": str(sent.bytes)} for sent in calls]
             for direction, calls in (("forward", messages.forward), ("backward", messages.backward))
         },
-        "summed_later": summed_later(stage),
+        "summed_later": list(summed_later(stage)),
         "unhalved": stage.unhalved,
     }
 

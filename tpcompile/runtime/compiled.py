@@ -527,7 +527,7 @@ class Compiled:
                 )
         if (source := self._weights) is not None:
             together(lambda: fill_buffers(program.modules, self.model, source, engine.groups.device))
-        return self._own(engine.adopt(program.modules, program.stages, compilation.program), compilation, program)
+        return self._own(engine.adopt(program.modules, program.stages), compilation, program)
 
     def _fits(self, compilation: Compilation, batch: Batch, division: Division) -> bool:
         """Whether a capture serves a batch, which it sees in the shape of one micro-batch."""

@@ -28,7 +28,7 @@ from tpcompile.runtime.schedule import Schedules, Work, sizes_of
 from tpcompile.runtime.shared import SharedWeights, follow, join
 from tpcompile.runtime.stage import RankRoot, root_of
 from tpcompile.runtime.summed import summed_once
-from tpcompile.runtime.units import layers, units
+from tpcompile.runtime.units import units
 from tpcompile.schedules import place_of
 from tpcompile.timeline import shared_weights
 
@@ -63,14 +63,14 @@ class Engine:
         self._model, self.groups = model, groups
         self._options = options
         for module, stage in zip(modules, first.held, strict=True):
-            self._bind(module, stage, first.program, borrows=False)
+            self._bind(module, stage, borrows=False)
         self.root = root_of(modules, first.program.aliases)
         for stage, root in zip(first.held, self.root.stages, strict=True):
             root.sends = bool(stage.sends)
         if isinstance(self.root, RankRoot) and groups.mesh.dp == 1:
             self.root.tie()
         for stage, root in zip(first.held, self.root.stages, strict=True):
-            share_out(root, groups, options.data_parallel, options.schedule, units(root.program, stage, first.program))
+            share_out(root, groups, options.data_parallel, options.schedule, units(root.program, stage))
         self._schedules = Schedules(self.root, groups, options.schedule)
         self.scaler = Scaler(groups) if options.precision == "fp16" else None
         self._seed, self._steps = seed, 0
@@ -91,18 +91,18 @@ class Engine:
     def clock(self, value: tuple[int, int]) -> None:
         self._seed, self._steps = value
 
-    def adopt(self, modules: Sequence[nn.Module], stages: Sequence[Stage], program: Program) -> int:
+    def adopt(self, modules: Sequence[nn.Module], stages: Sequence[Stage]) -> int:
         """Another capture's modules; returns its number."""
         for module, stage in zip(modules, stages, strict=True):
-            self._bind(module, stage, program, borrows=True)
+            self._bind(module, stage, borrows=True)
         numbers = [root.adopt(module) for root, module in zip(self.root.stages, modules, strict=True)]
         return numbers[0]
 
-    def _bind(self, module: nn.Module, stage: Stage, program: Program, *, borrows: bool) -> None:
+    def _bind(self, module: nn.Module, stage: Stage, *, borrows: bool) -> None:
         """Give an emitted module its process groups, and let its layers run again in backward, if they are to."""
         collectives.bind(module, self.groups.names)
         draws = self._options.dropout == "fast"
-        recompute(module, layers(stage, program), self._options.recompute, borrows=borrows, draws=draws)
+        recompute(module, stage.layers, self._options.recompute, borrows=borrows, draws=draws)
 
     def _prepare(self, capture: Capture, *, gradients: bool) -> DataParallel:
         """The module to call. With gradients, it averages them over dp; that is set up once, for the parameters trained then."""

@@ -6,15 +6,11 @@ from collections import defaultdict
 
 from torch import nn
 
-from tpcompile.ir import Program, Stage
-from tpcompile.passes import _units
-from tpcompile.passes._parts import arrange
+from tpcompile.ir import Stage
 
 
-def units(module: nn.Module, stage: Stage, program: Program) -> tuple[nn.Module, ...]:
+def units(module: nn.Module, stage: Stage) -> tuple[nn.Module, ...]:
     """The layers of an emitted stage that can be units, in the order in which they run. What is unused counts too: it has no graph."""
-    paths = {name: source.path for name, source in program.sources.items()}
-    found = _units.units(stage, program, arrange(stage, paths, program.layers))
     names = defaultdict[int, set[str]](set)
     for name, p in module.named_parameters(remove_duplicate=False):
         names[id(p)].add(name)
@@ -23,10 +19,4 @@ def units(module: nn.Module, stage: Stage, program: Program) -> tuple[nn.Module,
         within = [{name.startswith(f"{layer}.") for name in twins} for twins in names.values()]
         return all(len(inside) == 1 for inside in within)
 
-    return tuple(module.get_submodule(layer) for layer in found if alone(layer))
-
-
-def layers(stage: Stage, program: Program) -> tuple[str, ...]:
-    """The layers of a stage that run as modules of their own."""
-    paths = {name: source.path for name, source in program.sources.items()}
-    return tuple(dict.fromkeys(part.layer for part in arrange(stage, paths, program.layers) if part.layer))
+    return tuple(module.get_submodule(layer) for layer in stage.units if alone(layer))

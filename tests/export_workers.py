@@ -1,0 +1,33 @@
+"""What ranks do with programs on disk; `launch` imports these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tpcompile
+
+
+def trained(compiled: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Steps of AdamW: the losses, this rank's parameters after, and the outputs for the last batch."""
+    optimizer = compiled.optimizer(torch.optim.AdamW, lr=1e-2)
+    losses = []
+    for batch in batches:
+        losses.append(compiled.train_step(**batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = {name: p.detach().clone() for name, p in compiled.named_parameters()}
+    return {"losses": losses, "parameters": parameters, "loss": compiled.eval_step(**batches[-1]).loss}
+
+
+def both(model: nn.Module, mesh: str, batches: list[dict[str, Tensor]], directory: str, options: dict[str, Any]) -> bool:
+    """Whether the program in memory and the one on disk do the same, to the last bit."""
+    torch.manual_seed(3)
+    memory = trained(tpcompile.compile(model, mesh, batches[0], **options), batches)
+    torch.manual_seed(3)
+    disk = trained(tpcompile.load(directory), batches)
+    assert memory["parameters"].keys() == disk["parameters"].keys()
+    equal = all(torch.equal(a, disk["parameters"][name]) for name, a in memory["parameters"].items())
+    return equal and torch.equal(torch.stack(memory["losses"]), torch.stack(disk["losses"])) and torch.equal(memory["loss"], disk["loss"])
