@@ -69,7 +69,8 @@ def write(stage: Stage, parts: Sequence[Part], tree: Tree, twins: Mapping[str, s
     calls = {part: writer.layer(part) for part in parts if part.layer}
     root = writer.root(calls, twins)
     body = "\n\n".join([*(_class(name, numbered(writer.layers[name]), text) for text, name in writer.classes.items()), root])
-    imports = [f"import {name}" for name in ("math", "operator") if f"{name}." in body]
+    code = re.sub(r"#.*", "", body)
+    imports = [f"import {name}" for name in ("math", "operator") if f"{name}." in code]
     ours = ["\nfrom tpcompile import collectives"] if "collectives." in body else []
     foreign = sorted(set(re.findall(r"torch\.ops\.(\w+)\.", body)))
     needs = f" Operators of {', '.join(foreign)} have to be registered before." if foreign else ""

@@ -34,7 +34,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FILES = sorted([*(ROOT / "passes").rglob("*.py"), *(path for path in (ROOT / "tpcompile").rglob("*.py") if "passes" not in path.parts)])
-OPTIONAL = {"transformers", "onnx", "onnxscript"}
+OPTIONAL = {"transformers", "onnx", "onnxscript", "onnxruntime"}
 
 
 def module_of(path: Path) -> str:

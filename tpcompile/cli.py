@@ -1,10 +1,11 @@
-"""The command `tpcompile`: demo, plan, inspect and check."""
+"""The command `tpcompile`: demo, plan, inspect, emit, run and check."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +39,19 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--pass", dest="after", metavar="NAME", help="capture, normalize, …; a wrong name lists them")
     inspect.add_argument("--rules", action="store_true", help="print what every operation does to a cut; needs no model")
     inspect.add_argument("--rank", type=int, help="print the numbers and the source of this rank (with --pass emit)")
-    check = command.add("check", _check, "run every rank in this process and compare with the untouched model")
-    _model(check)
+    emit = command.add("emit", _emit, "write the programs of all ranks to a folder")
+    _model(emit)
+    emit.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one that a program was written to")
+    emit.add_argument("--formats", default="", metavar="FORMAT,…", help="onnx, pt2 or both, beside the sources")
+    run = command.add("run", _run, "train, or run forward, what is on disk; under torchrun, or in local processes")
+    run.add_argument("directory", metavar="DIR", help="what tpcompile emit wrote")
+    run.add_argument("--steps", type=_count, default=3, help="default: 3")
+    run.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW; 0 runs forward alone (default: 0.001)")
+    run.add_argument("--data", default="", metavar="package.module:function", help="a function that returns batches (default: made ones)")
+    check = command.add(
+        "check", _check, "run every rank in this process beside the untouched model; or the formats of a program on disk"
+    )
+    _model(check, mesh_needed=False)
     check.add_argument("--dtype", choices=("float64", "float32"), help="default: the model's own")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     return root
@@ -59,10 +71,10 @@ class _Commands:
         return made
 
 
-def _model(command: argparse.ArgumentParser, *, needed: bool = True) -> None:
+def _model(command: argparse.ArgumentParser, *, needed: bool = True, mesh_needed: bool = True) -> None:
     text = "package.module:factory, or hf:llama,num_hidden_layers=2,hidden_size=64"
     command.add_argument("model", metavar="MODEL", nargs=None if needed else "?", help=text)
-    _sizes(command, mesh=None, rows=8, sequence=16, needed=needed)
+    _sizes(command, mesh=None, rows=8, sequence=16, needed=needed and mesh_needed)
     _add_options(command)
 
 
@@ -176,9 +188,40 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _emit(args: argparse.Namespace) -> int:
+    import tpcompile
+
+    model, batch = load(args.model, Sizes(args.batch, args.sequence))
+    formats = [name for name in args.formats.split(",") if name]
+    tpcompile.compile(model, args.mesh, batch, **_options(args)).emit(args.out, formats=formats)
+    for file in sorted(Path(args.out).iterdir()):
+        print(f"{file.stat().st_size:>12,}  {file}")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from tpcompile.export.run import run
+
+    run(Path(args.directory), args.steps, args.lr, args.data)
+    return 0
+
+
+def _check_disk(directory: Path) -> int:
+    from tpcompile.export.check import TOLERANCE, check_formats
+
+    found = check_formats(directory)
+    for name, worst in found.items():
+        print(f"{name}: {'equal' if worst <= TOLERANCE else 'DIFFERENT'}, by {worst:.1e} at most")
+    return 0 if all(worst <= TOLERANCE for worst in found.values()) else 1
+
+
 def _check(args: argparse.Namespace) -> int:
     import tpcompile
 
+    if Path(args.model).is_dir():
+        return _check_disk(Path(args.model))
+    if args.mesh is None:
+        raise InputError("no mesh is given", at="tpcompile check", fix="add --mesh, or give the folder that tpcompile emit wrote")
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
     if args.dtype:
         model.to(getattr(torch, args.dtype))

@@ -49,12 +49,12 @@ def merge(program: Program, chunks: list[tuple[Tensor, ...]]) -> tuple[Tensor, .
         if index == 0 and name == program.loss:
             merged.append(torch.stack(parts).sum(0))
         else:
-            dim = _row_dim(program, name)
+            dim = row_dim(program, name)
             merged.append(parts[0] if dim is None else torch.cat(parts, dim))
     return tuple(merged)
 
 
-def _row_dim(program: Program, name: str) -> int | None:
+def row_dim(program: Program, name: str) -> int | None:
     """The dimension of a value that counts the batch's rows; where capture fixed their number, only the first can."""
     kind = program.types[name]
     if not isinstance(kind, TensorType):

@@ -1,0 +1,156 @@
+"""Programs on disk: what is written, that it runs as the program in memory, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import export_workers
+import parity_models
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpcompile
+from tpcompile.errors import InputError
+from tpcompile.export.numbers import decode, encode
+from tpcompile.export.read import Saved
+from tpcompile.layout import symbol
+
+
+def batches(model: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    made, batch, _ = parity_models.made(model, torch.float32)
+    return copy.deepcopy(made), [batch, {name: value.flip(0) for name, value in batch.items()}]
+
+
+def written(directory: Path, model: str = "gpt2", mesh: str = "pp=2,tp=2", **options: Any) -> Path:
+    made, given = batches(model)
+    tpcompile.compile(made, mesh, given[0], **options).emit(directory)
+    return directory
+
+
+class TestFiles:
+    @pytest.fixture(scope="class")
+    def build(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return written(tmp_path_factory.mktemp("build"))
+
+    def test_every_file_is_named(self, build: Path) -> None:
+        manifest = json.loads((build / "manifest.json").read_text())
+        assert {file.name for file in build.iterdir()} == {*manifest["files"], "manifest.json"}
+        assert [rank["weights"] for rank in manifest["ranks"]] == [f"rank_00{rank}.safetensors" for rank in range(4)]
+        assert [rank["stages"] for rank in manifest["ranks"]] == [[0], [0], [1], [1]]
+        calls = [call["call"] for call in manifest["stages"][0]["collectives"]["forward"]]
+        assert calls == ["reduce_scatter", "all_gather"] * 2 + ["reduce_scatter"]
+
+    def test_sources_are_short_and_pass_ruff(self, build: Path) -> None:
+        for file in build.glob("*.py"):
+            assert len(file.read_text().splitlines()) < 300
+        ran = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", *build.glob("*.py")], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout
+
+    def test_weights_are_those_of_the_program_in_memory(self, build: Path) -> None:
+        model, given = batches("gpt2")
+        compiled, saved = tpcompile.compile(model, "pp=2,tp=2", given[0]), Saved.open(build)
+        for rank in range(4):
+            for ours, theirs in zip(saved.modules(rank), compiled.program(rank).modules, strict=True):
+                state = theirs.state_dict()
+                assert ours.state_dict().keys() == state.keys()
+                assert all(torch.equal(value, state[name]) for name, value in ours.state_dict().items())
+
+    @pytest.mark.parametrize("name", ["stage_1.py", "rank_002.safetensors", "counts.py", "plan.txt"])
+    def test_a_changed_file_is_refused_by_name(self, build: Path, name: str) -> None:
+        content = (build / name).read_bytes()
+        try:
+            (build / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            with pytest.raises(InputError, match=f"{name} is not the file that was written"):
+                tpcompile.load(build)
+            (build / name).unlink()
+            with pytest.raises(InputError, match=f"{name} is missing"):
+                tpcompile.load(build)
+        finally:
+            (build / name).write_bytes(content)
+
+    def test_another_release_is_refused(self, build: Path) -> None:
+        file = build / "manifest.json"
+        content = file.read_text()
+        try:
+            file.write_text(content.replace(torch.__version__, "2.99.0"))
+            with pytest.raises(InputError, match=r"written with torch 2\.99\.0, this is"):
+                tpcompile.load(build)
+            file.write_text("{")
+            with pytest.raises(InputError, match=r"manifest\.json cannot be read"):
+                tpcompile.load(build)
+        finally:
+            file.write_text(content)
+
+    def test_another_mesh_is_refused(self, build: Path) -> None:
+        with pytest.raises(InputError, match=r"4 processes|needs 4|1 process"):
+            tpcompile.load(build).module  # noqa: B018
+
+    def test_a_folder_with_other_files_is_left_alone(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(InputError, match="is not empty, and no program was written there"):
+            written(tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+    def test_what_was_written_before_goes(self, tmp_path: Path) -> None:
+        written(tmp_path)
+        written(tmp_path, mesh="tp=2")
+        assert not (tmp_path / "stage_1.py").exists() and not (tmp_path / "rank_002.safetensors").exists()
+
+
+def test_replicas_share_weights(tmp_path: Path) -> None:
+    written(tmp_path, mesh="dp=2,tp=2")
+    ranks = json.loads((tmp_path / "manifest.json").read_text())["ranks"]
+    assert [rank["weights"][5:8] for rank in ranks] == ["000", "001", "000", "001"]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+def test_a_model_without_values_gives_programs_without_weights(tmp_path: Path) -> None:
+    model, given = batches("gpt2")
+    tpcompile.compile(model.to("meta"), "pp=2,tp=2", given[0]).emit(tmp_path)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".py", ".json", ".txt"}
+    with pytest.raises(InputError, match="written without weights"):
+        Saved.open(tmp_path).modules(0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("model", "mesh", "options"),
+    [
+        ("gpt2", "pp=2,tp=2", {}),
+        ("llama", "dp=2,tp=2", {"data_parallel": "zero2"}),
+        ("bert", "pp=2", {"schedule": "gpipe", "recompute": "full"}),
+    ],
+)
+def test_disk_and_memory_train_alike_to_the_last_bit(tmp_path: Path, model: str, mesh: str, options: dict[str, Any]) -> None:
+    made, given = batches(model)
+    tpcompile.compile(made, mesh, given[0], **options).emit(tmp_path)
+    assert all(tpcompile.launch(export_workers.both, mesh, made, mesh, given, str(tmp_path), options))
+
+
+def test_one_rank_runs_without_processes(tmp_path: Path) -> None:
+    model, given = batches("llama")
+    tpcompile.compile(model, "tp=1", given[0]).emit(tmp_path)
+    loaded = tpcompile.load(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(**given[0])["logits"], model(**given[0]).logits)
+    with pytest.raises(InputError, match="the program on disk is not for such a batch"):
+        loaded(input_ids=given[0]["input_ids"])
+    assert loaded.explain() == tpcompile.compile(model, "tp=1", given[0]).explain() + "\n"
+
+
+def test_numbers_as_json() -> None:
+    import sympy
+    from torch.utils._sympy.functions import FloorDiv, Mod
+
+    b, s = symbol("b"), symbol("s")
+    for size in (3, s, b * (s + 1), FloorDiv(s, 2), sympy.floor((s + 1) / 2), sympy.Ne(Mod(b * s, 4), 0), sympy.Rational(1, 3) * s):
+        assert decode(json.loads(json.dumps(encode(size)))) == size
+    for bad in (["__import__", "os"], ["Symbol.__init__", 1], {"a": 1}, None, ["sympify", "x"]):
+        with pytest.raises(InputError, match="is no size"):
+            decode(bad)

@@ -1,0 +1,99 @@
+"""ONNX and .pt2: the numbers of the model, for any batch and length."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parity_models
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpcompile
+from tpcompile.errors import Refused
+from tpcompile.export.check import check_formats, run_onnx, whole_inputs
+from tpcompile.export.read import Saved
+
+pytest.importorskip("onnx")
+
+
+def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    if name == "t5":
+        return t5()
+    made, batch, _ = parity_models.made(name, torch.float32)
+    return copy.deepcopy(made).eval(), batch
+
+
+def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=41, d_model=16, d_kv=4, d_ff=22, num_layers=2, num_heads=4, use_cache=False, pad_token_id=0)
+    config.decoder_start_token_id = 0
+    ids = parity_models.tokens()
+    return T5ForConditionalGeneration(config).eval(), {"input_ids": ids, "labels": ids.flip(1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("gpt2", "tp=3"), ("llama", "pp=2,tp=2"), ("bert", "tp=2"), ("t5", "tp=2"), ("t5", "pp=2")]
+)
+def test_onnx_in_lockstep_is_the_model(tmp_path: Path, name: str, mesh: str) -> None:
+    model, batch = model_of(name)
+    tpcompile.compile(model, mesh, batch).emit(tmp_path, formats=["onnx"])
+    saved = Saved.open(tmp_path)
+    for given in (batch, {key: value[:3, :5] for key, value in batch.items()}):
+        with torch.no_grad():
+            expected = model(**given)
+        inputs = whole_inputs(saved, given)
+        for made in run_onnx(saved, inputs):
+            logits = next(value for value in made.values() if value.shape == expected.logits.shape)
+            assert (logits - expected.logits).abs().max() < 1e-5
+            if (loss := saved.content["program"]["loss"]) is not None:
+                assert abs(made[loss["name"]] - expected.loss) < 1e-5
+
+
+def test_without_collectives_onnxruntime_runs_it(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    model, batch = model_of("gpt2")
+    given = {"input_ids": batch["input_ids"]}
+    tpcompile.compile(model, "pp=2", given).emit(tmp_path, formats=["onnx"])
+    values: dict[str, Any] = {"input_ids": batch["input_ids"][:3, :4].numpy()}
+    for rank in range(2):
+        session = runtime.InferenceSession(str(tmp_path / f"rank_00{rank}.onnx"), providers=["CPUExecutionProvider"])
+        taken = {entry.name: values[entry.name] for entry in session.get_inputs()}
+        values |= dict(zip([entry.name for entry in session.get_outputs()], session.run(None, taken), strict=True))
+    with torch.no_grad():
+        expected = model(input_ids=batch["input_ids"][:3, :4]).logits.numpy()
+    logits = next(value for value in values.values() if value.shape == expected.shape)
+    assert np.abs(logits - expected).max() < 1e-5
+
+
+def test_onnx_keeps_names_and_open_sizes(tmp_path: Path) -> None:
+    import onnx
+
+    model, batch = model_of("llama")
+    tpcompile.compile(model, "tp=2", batch).emit(tmp_path, formats=["onnx"])
+    made = onnx.load(tmp_path / "rank_001.onnx")
+    assert {name for name, _ in model.named_parameters()} <= {tensor.name for tensor in made.graph.initializer}
+    (ids,) = (entry for entry in made.graph.input if entry.name == "input_ids")
+    assert all(dim.dim_param for dim in ids.type.tensor_type.shape.dim)
+    kinds = {(node.domain, node.op_type) for node in made.graph.node if node.domain}
+    assert kinds == {("com.microsoft", "AllReduce"), ("com.microsoft", "AllGather")}
+
+
+def test_random_numbers_are_refused(tmp_path: Path) -> None:
+    made, batch, _ = parity_models.made("gpt2", torch.float32)
+    with pytest.raises(Refused, match="the program draws random numbers, which ONNX does not repeat"):
+        tpcompile.compile(made, "tp=2", batch).emit(tmp_path, formats=["onnx"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "mesh"), [("llama", "pp=2,tp=2")])
+def test_pt2_and_onnx_do_what_the_sources_do(tmp_path: Path, name: str, mesh: str) -> None:
+    model, batch = model_of(name)
+    tpcompile.compile(model, mesh, batch).emit(tmp_path, formats=["onnx", "pt2"])
+    found = check_formats(tmp_path)
+    assert found.keys() == {"onnx", "pt2"} and all(worst < 1e-5 for worst in found.values())
