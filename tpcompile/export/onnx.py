@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from tpcompile.collectives import held_by, holders, length, ops, piece, place, take
+from tpcompile.collectives import held_by, holders, length, ops, place, take
 from tpcompile.errors import InputError, Refused, caller
 from tpcompile.export.traced import trace
 from tpcompile.ir import Program, Stage
@@ -96,7 +96,7 @@ def _gather_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
     rows = x.movedim(dim, 0)
     filled = rows.index_select(0, torch.arange(longest, device=x.device).clamp(max=rows.shape[0] - 1))
     gathered = _all_gather(filled, axis)
-    pieces = [gathered.narrow(0, c * longest, piece(length, c, parts)[1]) for c in range(parts)]
+    pieces = [gathered.narrow(0, c * longest, _piece(length, c, parts)[1]) for c in range(parts)]
     return torch.cat(pieces).movedim(0, dim).contiguous()
 
 
@@ -105,7 +105,13 @@ def _scatter_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
 
 
 def _own_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
-    return x.narrow(dim, *piece(length, *place(axis))).clone()
+    return x.narrow(dim, *_piece(length, *place(axis))).clone()
+
+
+def _piece(length: int, coordinate: int, parts: int) -> tuple[int, int]:
+    """As `tpcompile.collectives.piece`, for a length that is open: without a choice between two sizes, which tracing would settle."""
+    lengths = [(length + parts - 1 - c) // parts for c in range(coordinate + 1)]
+    return sum(lengths[:-1]), lengths[-1]
 
 
 def _linears(x: Tensor, axis: str, dim: int, length: int, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
