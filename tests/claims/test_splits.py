@@ -52,11 +52,11 @@ def test_halves(rank: int) -> None:
 
 
 class MLP(nn.Module):
-    """Something trained before it, so that its input has a gradient."""
+    """Something trained before it, larger than its input, so that it is the input whose gradient is summed."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor], gated: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 8)
+        self.embed = nn.Embedding(500_000, 8)
         self.up, self.down = nn.Linear(8, 30), nn.Linear(30, 8)
         self.gate = nn.Linear(8, 30) if gated else None
         self.activation = activation
