@@ -15,7 +15,8 @@ from tpcompile.passes._aside import aside, follow
 from tpcompile.passes._finer import finer
 from tpcompile.passes._heads import ALWAYS, heads, of_vocabularies, score_ends
 from tpcompile.passes._sums_within import sums_after
-from tpcompile.rules import LIMITS, PARTED, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, opened, view_op
+from tpcompile.passes._weights import contracts, seeds, weight_values
+from tpcompile.rules import LIMITS, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, view_op
 
 ATTENDS = ("softmax", "attention")
 """An operation whose name has one of these makes a region attention: its heads are what is cut."""
@@ -59,36 +60,6 @@ def detect(program: Program) -> tuple[Cone, ...]:
         if walk.within and not alone.isdisjoint(cone.columns):
             cones.append(replace(cone, kind="sum"))
     return tuple(cones)
-
-
-def weight_values(program: Program) -> frozenset[fx.Node]:
-    """The values computed from parameters alone."""
-    found: set[fx.Node] = set()
-    for node in program.graph.nodes:
-        if node.name in program.parameters or (
-            node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)
-        ):
-            found.add(node)
-    return frozenset(found)
-
-
-def seeds(program: Program, node: fx.Node, weights: frozenset[fx.Node]) -> Iterable[tuple[Op, str, Bound]]:
-    """The operation with each letter that it contracts between a weight and another value."""
-    if node.op != "call_function" or not isinstance(program.types.get(node.name), TensorType) or op_name(node) in PARTED:
-        return
-    op = opened(view_op(node, program.types))
-    if not any(operand in weights for operand in op.operands) or all(operand in weights for operand in op.operands) or not has_rule(op):
-        return
-    try:
-        bound = bind_rule(op)
-    except LayoutError:
-        return
-    kept = {token.letter for tokens in bound.outs for token in tokens}
-    for letter in bound.sizes:
-        holders = [operand for operand, tokens in zip(op.operands, bound.ins, strict=True) if letter in {t.letter for t in tokens}]
-        contracted = letter not in kept and letter not in bound.never and bound.sizes[letter] != 1
-        if contracted and len({holder in weights for holder in holders}) == 2:
-            yield op, letter, bound
 
 
 def ends(program: Program, node: fx.Node) -> Iterable[tuple[Op, str, Bound]]:
@@ -219,7 +190,7 @@ class _Walk:
         for operand, layout in zip(op.operands, ins, strict=True):
             self.need(operand, layout)
         cut = [operand for operand, layout in zip(op.operands, ins, strict=True) if layout.is_cut]
-        if node not in self.weights and _contracts(op):
+        if node not in self.weights and contracts(op):
             if any(operand in self.weights for operand in cut):
                 self.products[node.name] = [operand for operand in cut if operand not in self.weights]
             else:
@@ -240,15 +211,6 @@ class _Walk:
             assert isinstance(kinds, tuple)
             return [self.items[node].get(index) for index in range(len(kinds))]
         return [self.needs[node]]
-
-
-def _contracts(op: Op) -> bool:
-    """Whether the operation is a product over some letter, as a linear layer is."""
-    if op.name in PARTED or len(op.ins) < 2:
-        return False
-    bound = bind_rule(opened(op))
-    kept = {token.letter for tokens in bound.outs for token in tokens}
-    return any(letter not in kept and letter not in bound.never for letter in bound.sizes)
 
 
 def _seed_layout(tokens: Iterable[object], kind: TensorType, letter: str, seed: Dim) -> Layout:

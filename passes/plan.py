@@ -30,9 +30,10 @@ from tpcompile.layout import (
 )
 from tpcompile.passes import _vocabulary
 from tpcompile.passes._held import held_regions
+from tpcompile.passes._lone import Lone, Way, cut_alone
 from tpcompile.passes._reasons import user_line
 from tpcompile.passes._trim import reads, trimmed
-from tpcompile.rules import ALONG, ENDS, Op, bind_rule, forward, has_rule, op_name, view_op, wants_of
+from tpcompile.rules import ALONG, ENDS, forward, has_rule, op_name, view_op, wants_of
 
 RANK: Mapping[Kind, int] = {"attention": 0, "vocabulary": 1, "mlp": 2, "linear": 3, "sum": 4, "column": 5, "row": 5}
 """Which region wins where two want the same linear: attention, a vocabulary, then MLP, a bare chain of linears, what ends in a sum."""
@@ -66,6 +67,8 @@ def plan(
             chooser.consider(union)
         chooser.consider_trimmed()
         chooser.force()
+        chooser.cut_lone()
+        chooser.check_overrides()
         chooser.keep()
     regions = sorted(chooser.regions, key=lambda region: chooser.order[next(iter((*region.rows, *region.columns, *region.layouts)))])
     return Plan(tuple(regions), tuple(left(program, cones, regions, chooser)))
@@ -147,6 +150,7 @@ class _Chooser:
         self.rows: set[str] = set()
         self.late: list[Union] = []
         self.matched: set[str] = set()
+        self.kept: set[str] = set()  # linears of regions that stay whole entirely
 
     def consider(self, union: Union) -> None:
         name = self.name(union)
@@ -158,7 +162,8 @@ class _Chooser:
             try:
                 self.accept(name, union)
             except LayoutError as error:
-                reason = str(error)
+                reason, unwanted = str(error), True
+        self.kept.update((*union.rows, *union.columns) if unwanted else ())
         for weight, nodes in enumerate((union.rows, union.columns)) if reason else ():
             for node in nodes:
                 found = (weight + CONFLICT * bool(conflict), reason)
@@ -296,7 +301,12 @@ class _Chooser:
                 continue
             wish = self.wish(self.program.sources[name].path)
             if wish in ("column", "row") and op_name(node) == "aten.linear.default":
-                self.cut_alone(view_op(node, self.program.types), wish)
+                try:
+                    self.cut_alone(node, "row" if wish == "row" else "column")
+                except LayoutError as error:
+                    raise InputError(str(error), at=f"overrides: {name}{self.at(name)}", fix="leave it whole") from None
+
+    def check_overrides(self) -> None:
         for pattern, wish in self.overrides.items():
             if wish not in ("whole", "cut", "column", "row"):
                 fix = 'use "whole", "cut", "column", "row" or "per micro-batch"'
@@ -314,30 +324,34 @@ class _Chooser:
         for region in held_regions(self.program, self.axis, missing, frozenset(self.taken) | self.rows):
             self.add(region)
 
-    def cut_alone(self, op: Op, wish: str) -> None:
-        bound = bind_rule(op)
-        letter = "n" if wish == "column" else "k"
-        size = bound.sizes[letter]
-        if not isinstance(size, int) or size < self.parts:
-            raise InputError(
-                f"{size} cannot be cut in {self.parts}", at=f"overrides: {op.node.name}{self.at(op.node.name)}", fix="leave it whole"
-            )
-        cut = Cut(self.axis, tuple(even(size, self.parts)))
+    def cut_lone(self) -> None:
+        """Products in repeated layers that no region wants; an earlier capture has decided that for a later one."""
+        found = Lone(self.program, self.taken.keys(), self.rows) if self.held is None else None
+        for node in found.products() if found else ():
+            wish = self.wish(self.program.sources[node.name].path)
+            if wish == "whole":
+                self.reasons[node.name] = (0, 'overrides say "whole"')
+            for way in found.ways(node) if found and wish != "whole" and node.name not in self.kept else ():
+                try:
+                    self.cut_alone(node, way)
+                    break
+                except LayoutError:
+                    continue
 
-        def place(tokens: Iterable[object], kind: TensorType) -> Layout:
-            named = zip(tokens, kind.shape, strict=True)
-            return Layout(tuple(((Factor(n, cut if getattr(t, "letter", "") == letter else None),),) for t, n in named))
+    def cut_alone(self, node: fx.Node, way: Way) -> None:
+        def ranges(size: int) -> tuple[Range, ...]:
+            if size < self.parts:
+                raise LayoutError(f"{size} cannot be cut in {self.parts}")
+            return tuple(even(size, self.parts))
 
-        ins = tuple(place(tokens, kind) for tokens, kind in zip(bound.ins, op.ins, strict=True))
-        layouts: dict[str, Layout | tuple[Layout, ...]] = {
-            o.name: ins[i] for i, o in enumerate(op.operands) if o.name in self.program.parameters and ins[i].is_cut
-        }
-        rows = {op.node.name: ins} if wish == "row" else {}
-        if wish == "column":
-            layouts[op.node.name] = place(bound.outs[0], op.outs[0])
-        columns = (op.node.name,) if wish == "column" else ()
-        path = self.program.sources[op.node.name].path
-        self.add(Region(path, "column" if wish == "column" else "row", self.axis, rows, columns, layouts, self.weights(layouts)))
+        rows, layouts = cut_alone(self.program, node, way, self.axis, ranges)
+        if not self.taken.keys().isdisjoint(layouts):
+            raise LayoutError("its weight is cut in another region")
+        if way == "column":
+            self.try_out(layouts)
+        columns = (node.name,) if way == "column" else ()
+        path = self.program.sources[node.name].path
+        self.add(Region(path, way, self.axis, rows, columns, layouts, self.weights(layouts)))
 
 
 def _equal(a: Layout | tuple[Layout, ...], b: Layout | tuple[Layout, ...]) -> bool:
