@@ -351,7 +351,8 @@ class _Chooser:
             self.try_out(layouts)
         columns = (node.name,) if way == "column" else ()
         path = self.program.sources[node.name].path
-        self.add(Region(path, way, self.axis, rows, columns, layouts, self.weights(layouts)))
+        name = f"{path}.{node.name}" if any(region.name == path for region in self.regions) else path
+        self.add(Region(name, way, self.axis, rows, columns, layouts, self.weights(layouts)))
 
 
 def _equal(a: Layout | tuple[Layout, ...], b: Layout | tuple[Layout, ...]) -> bool:
