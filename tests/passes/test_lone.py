@@ -47,7 +47,7 @@ def test_convolutions_and_weights_that_are_computed() -> None:
     program, _ = tiny(block=Spelled, **SIZES)
     assert lone(planned(program, 2)) == {
         "layers.0.conv": ("column", {"layers.0.conv.weight": "[10@tp, 10, 1]", "layers.0.conv.bias": "[10@tp]"}),
-        "layers.0": ("column", {"layers.0.matrix": "[10, 10@tp]"}),
+        "layers.0.matmul": ("column", {"layers.0.matrix": "[10, 10@tp]"}),
     }
 
 
