@@ -27,6 +27,8 @@ from tpcompile.runtime.groups import connect
 from tpcompile.runtime.scaling import START, Scaler, skipping
 
 LR, EPS = 1e-2, 1e-6
+KINDS = {"gpipe": "1f1b", "looped_bfs": "interleaved_1f1b", "interleaved_zero_bubble": "interleaved_1f1b", "dualpipev": "zbv"}
+"""Schedules for which the compiler makes the same stages, on the same ranks."""
 
 
 class Attention(nn.Module):
@@ -79,6 +81,16 @@ def llama() -> nn.Module:
     return Llama().double()
 
 
+def four_layers() -> nn.Module:
+    """From which four stages can be cut."""
+    torch.manual_seed(5)
+    return Llama(layers=4).double()
+
+
+def tied_four_layers() -> nn.Module:
+    return gpt2(layers=4)
+
+
 def gpt2_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """In the logits' own type, which transformers' loss is not."""
     return F.cross_entropy(outputs.logits.flatten(0, 1), batch["targets"].flatten())
@@ -87,6 +99,8 @@ def gpt2_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[..., Tensor] | None]] = {
     "llama": (llama, None),
     "gpt2": (gpt2, gpt2_loss),
+    "llama of 4": (four_layers, None),
+    "gpt2 of 4": (tied_four_layers, gpt2_loss),
     "turning": (turning, None),
 }
 
@@ -103,7 +117,7 @@ class Case:
     def __str__(self) -> str:
         divided = f" m={self.microbatches}" if self.microbatches else ""
         again = f" recompute {self.recompute}" if self.recompute != "none" else ""
-        return f"{self.model} {self.mesh} {self.data_parallel}{divided}{again}" + " gpipe" * (self.schedule == "gpipe")
+        return f"{self.model} {self.mesh} {self.data_parallel}{divided}{again}" + (f" {self.schedule}" if self.schedule != "1f1b" else "")
 
     def made(self) -> nn.Module:
         return MODELS[self.model][0]()
@@ -406,7 +420,7 @@ def run(cases: tuple[Case, ...]) -> list[Found]:
     made: dict[Case, Compiled] = {}
     found = []
     for case in cases:
-        alike = replace(case, data_parallel="ddp", recompute="none", schedule="1f1b")
+        alike = replace(case, data_parallel="ddp", recompute="none", schedule=KINDS.get(case.schedule, case.schedule))
         compiled = case.compiled(case.made(), made.get(alike))
         made.setdefault(alike, compiled)
         found.append(train(case, compiled))

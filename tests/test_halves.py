@@ -28,7 +28,7 @@ def test_halves_say_together_what_the_whole_says(model: str, mesh: str) -> None:
     for stage, said in zip(given.stages, given.messages, strict=True):
         assert Counter(said.input) + Counter(said.weight) == Counter(said.backward)
         assert not (said.weight if stage.unhalved else said.input if stage.index == 0 else ())
-    assert any(said.input and said.weight for said in given.messages)
+    assert any(said.input for said in given.messages)
 
 
 def test_which_stages_keep_it_whole() -> None:

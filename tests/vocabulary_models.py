@@ -288,8 +288,8 @@ def squared(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
 
 def probable(model: Words, scores: Tensor, labels: Tensor) -> Tensor:
     """Probabilities for labels, two words for each token."""
-    first = F.one_hot(labels.clamp(min=0), VOCABULARY)
-    mixed = (0.7 * first + 0.3 * first.roll(1, 1)).to(scores.dtype)
+    first = F.one_hot(labels.clamp(min=0), VOCABULARY).to(scores.dtype)
+    mixed = 0.7 * first + 0.3 * first.roll(1, 1)
     return F.cross_entropy(scores.flatten(0, 1), mixed.flatten(0, 1), label_smoothing=0.1)
 
 

@@ -20,6 +20,16 @@ AGAIN = (("ddp", "full"), ("ddp", "selective"), ("zero3", "full"), ("zero2", "se
 for mesh in ("dp=2,tp=2", "dp=2,pp=2"):
     MESHES[mesh] += tuple(Case("llama", mesh, mode, recompute=how) for mode, how in AGAIN)
 MESHES["dp=2,pp=2"] += tuple(Case("gpt2", "dp=2,pp=2", mode, schedule="gpipe") for mode in ("zero1", "zero3"))
+MESHES["dp=2,pp=2"] += tuple(
+    Case(model, "dp=2,pp=2", mode, microbatches=4, schedule=schedule)
+    for model, mode, schedule in (
+        ("llama of 4", "zero2", "interleaved_1f1b"),
+        ("gpt2 of 4", "zero3", "looped_bfs"),
+        ("gpt2 of 4", "zero2", "interleaved_zero_bubble"),
+        ("gpt2 of 4", "zero3", "zbv"),
+        ("llama of 4", "zero1", "dualpipev"),
+    )
+)
 MESHES["dp=2"] += tuple(Case("llama", "dp=2", mode, microbatches=2) for mode in MODES)
 
 

@@ -147,10 +147,11 @@ def test_a_wrong_piece_is_found() -> None:
 
 
 def test_local_dropout_of_heads_that_ranks_share_stays_whole() -> None:
-    """Each rank would drop something else of the same heads; by global index they drop the same."""
+    """Each rank would drop something else of the same heads, so these are gathered; by global index they drop the same."""
     local, exact = (compiled("tp=4", dropout=how).plan for how in ("local", "exact"))
-    assert [left.name for left in local.whole if "layers" in left.name] == ["layers.0.k", "layers.1.k"]
-    assert not [left for left in exact.whole if "layers" in left.name]
+    assert [region.name for region in local.regions if region.kind == "column"] == ["layers.0.k", "layers.1.k"]
+    assert not [region for region in exact.regions if region.kind == "column"]
+    assert not [left for plan in (local, exact) for left in plan.whole if "layers" in left.name]
 
 
 def test_the_untouched_model_is_the_single_device() -> None:

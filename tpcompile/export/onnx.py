@@ -105,7 +105,7 @@ def _scatter_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
 
 
 def _own_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
-    return x.narrow(dim, *_piece(length, *place(axis))).clone()
+    return x.narrow(dim, *_piece(length, *place(axis))).contiguous().clone()
 
 
 def _piece(length: int, coordinate: int, parts: int) -> tuple[int, int]:

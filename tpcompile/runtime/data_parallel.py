@@ -100,7 +100,7 @@ def gradients_aside(root: Root) -> Iterator[None]:
 
     The first step of a new schedule sets the gradients of a `replicate` module to None, and shared weights are summed over stages.
     """
-    aside = [(p, p.grad) for p in root.parameters() if p.grad is not None]
+    aside = [(p, p.grad.clone()) for p in root.parameters() if p.grad is not None]  # torch may reuse the memory for the next ones
     for p, _ in aside:
         p.grad = None
     try:

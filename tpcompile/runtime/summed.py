@@ -32,7 +32,7 @@ def summed_once(root: Root, stages: Sequence[Stage], groups: Groups) -> Iterator
     if group is None or not names:
         yield
         return
-    before = _gradients(root, names)
+    before = {name: grad.clone() for name, grad in _gradients(root, names).items()}  # torch may reuse the memory for the next ones
     for name, parameter in root.named_own_parameters():
         if name in before:
             parameter.grad = None
