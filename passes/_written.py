@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True)
-class Written:
+class Written(ABC):
     """An operation on pieces: its operands by name, and where its cut dimension is. Calls are named after it."""
 
     writer: Writer
@@ -57,9 +58,9 @@ class Written:
         """Whether a gradient comes back."""
         return self.writer.has_gradient(self.node)
 
+    @abstractmethod
     def write(self) -> fx.Node | dict[fx.Node, fx.Node]:
         """The calls; what stands for the operation's value, or for each item of several."""
-        raise NotImplementedError
 
     def start(self, dim: Dim) -> Any:
         """The first index that a rank holds."""

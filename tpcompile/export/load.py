@@ -16,10 +16,10 @@ from tpcompile.driver import Options
 from tpcompile.errors import InputError, caller
 from tpcompile.export.outline import Outline, program_of, stages_of
 from tpcompile.export.read import Saved
+from tpcompile.ir import Program
 from tpcompile.mesh import Mesh
 from tpcompile.passes._guards import suits
 from tpcompile.passes.emit import Piece, RankProgram
-from tpcompile.runtime import batch as batches
 from tpcompile.runtime.batch import Batch, Division
 from tpcompile.runtime.compiled import Compiled
 from tpcompile.runtime.engine import Capture
@@ -64,14 +64,9 @@ class Loaded(Compiled):
         trained = frozenset(self._saved.content["program"]["trained"])
         return Capture(number, compilation.program, compilation.stages, program.stages, trained)
 
-    def _fits(self, compilation: Any, batch: Batch, division: Division) -> bool:
-        program = compilation.program
-        try:
-            tensors = batches.flatten(batch, program.inputs, "")
-        except InputError:
-            return False
-        dims = {name: i.batch_dim for name, i in program.inputs.items()}
-        return suits(program, batches.structured(batch, program, batches.part(tensors, dims, 0, division.parts)))
+    def _suits(self, program: Program, batch: Batch) -> bool:
+        """The mode is the one in which the model was compiled."""
+        return suits(program, batch)
 
     def _capture(self, batch: Batch, call: str = "", division: Division | None = None) -> None:
         inputs = self.compilation.program.inputs

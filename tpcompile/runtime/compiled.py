@@ -537,7 +537,11 @@ class Compiled:
         except InputError:
             return False
         dims = {name: i.batch_dim for name, i in program.inputs.items()}
-        return matches(program, batches.structured(batch, program, batches.part(tensors, dims, 0, division.parts)), self.model)
+        return self._suits(program, batches.structured(batch, program, batches.part(tensors, dims, 0, division.parts)))
+
+    def _suits(self, program: Program, batch: Batch) -> bool:
+        """Whether a program computes the model, as it is now, for a micro-batch."""
+        return matches(program, batch, self.model)
 
     def _capture(self, batch: Batch, call: str = "", division: Division | None = None) -> None:
         """Lower the model for a batch of these shapes. The batch of a `call` must divide; example inputs may also be a part of one."""
