@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import runtime_workers as workers
 
@@ -39,6 +42,16 @@ def test_a_function_that_no_process_can_import() -> None:
         launch(lambda: None, "dp=2")
     assert error.value.what.startswith("the processes cannot be given test_a_function_that_no_process_can_import.<locals>.<lambda>")
     assert error.value.fix == "use a function at the top of a module, and arguments that can be pickled"
+
+
+def test_a_module_that_no_process_can_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pytest's importlib mode makes of a test file: a module in sys.modules that lies on no path."""
+    monkeypatch.setattr(workers.place, "__module__", "nowhere.test_it")
+    monkeypatch.setitem(sys.modules, "nowhere", ModuleType("nowhere"))
+    monkeypatch.setitem(sys.modules, "nowhere.test_it", workers)
+    with pytest.raises(InputError) as error:
+        launch(workers.place, "dp=2", "word")
+    assert error.value.what == "the processes cannot import nowhere.test_it: nowhere is not on sys.path"
 
 
 def test_mesh_and_processes_do_not_match() -> None:

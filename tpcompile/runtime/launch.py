@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -56,8 +57,9 @@ def launch(
 
     `fn` is a function at the top of a module that the processes can import; its results must be picklable. The default process group
     is there when it runs: gloo on "cpu", NCCL on "cuda" with one GPU per process; with `backend="recorded"`, on "cpu", one that notes
-    every call (`tpcompile.runtime.recorded`). What rank 0 prints is seen, with `logs="all"` what all print. Raises ProcessError when a
-    process fails, or waits for another for more than `timeout` seconds; all are ended then.
+    every call (`tpcompile.runtime.recorded`). What rank 0 prints is seen, with `logs="all"` what all print. Raises InputError, before any
+    process starts, when they cannot be given `fn`, and ProcessError when one fails, or waits for another for more than `timeout` seconds;
+    all are ended then.
     """
     ranks = Mesh.of(mesh).size
     if device == "cuda" and torch.cuda.device_count() < ranks:
@@ -104,7 +106,7 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        return pickle.dumps((fn, args))
+        call = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(
             f"the processes cannot be given {fn.__qualname__} and its arguments: {error}",
@@ -112,6 +114,15 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             source=caller(),
             fix="use a function at the top of a module, and arguments that can be pickled",
         ) from None
+    package = fn.__module__.partition(".")[0]
+    if package != "__main__" and not any(finder.find_spec(package, None) for finder in sys.meta_path):
+        raise InputError(
+            f"the processes cannot import {fn.__module__}: {package} is not on sys.path",
+            at=f"launch({fn.__name__}, ...)",
+            source=caller(),
+            fix="move the function to a module that can be imported by its name (pytest's importlib mode gives test files none)",
+        )
+    return call
 
 
 def _preload(fn: Callable[..., Any]) -> None:
