@@ -165,7 +165,7 @@ def _report(error: Exception, logs: Path) -> None:
     told = traceback.TracebackException.from_exception(error)
     told.__notes__ = []  # they say where it was, and so does the mark
     reason = "".join(told.format_exception_only()).strip()
-    found = {"time": time.monotonic_ns(), "reason": reason, "trace": "".join(trace)}
+    found = {"time": time.monotonic_ns(), "reason": reason, "trace": "".join(trace), "own": not _is_of_the_group(error)}
     (logs / f"failure_{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
@@ -178,13 +178,17 @@ def _is_of_the_group(error: Exception) -> bool:
 
 
 def _cause(error: ChildFailedError, logs: Path, mesh: Mesh) -> ProcessError:
-    """The process that died, if one did without a word; else the first that left one."""
+    """The first process that told of an error of its own; else the one that died, if it did without a word; else the first that told.
+
+    A process may be ended by a signal because another has gone: an abort in its barrier comes before the launcher's first look.
+    """
     rank, seen = error.get_first_failure()
     reason, trace, others = str(seen.message), "", ""
     places = mark.read(logs)
     failures = [(json.loads(path.read_text()), int(path.stem.split("_")[1])) for path in logs.glob("failure_*.json")]
-    if failures and (seen.exitcode >= 0 or any(rank == peer for _, peer in failures)):
-        first, rank = min(failures, key=lambda failure: failure[0]["time"])
+    own = [failure for failure in failures if failure[0]["own"]]
+    if own or failures and (seen.exitcode >= 0 or any(rank == peer for _, peer in failures)):
+        first, rank = min(own or failures, key=lambda failure: failure[0]["time"])
         reason, trace = first["reason"], first["trace"]
     if "timed out" in reason.lower():
         others = "\n".join(f"  rank {peer} was at: {place}" for peer, place in sorted(places.items()) if peer != rank)
