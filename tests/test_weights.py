@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import tpcompile
 from tpcompile.errors import InputError
 from tpcompile.runtime.compiled import Compiled
-from tpcompile.runtime.weights import Weights, check
+from tpcompile.runtime.weights import Weights
 
 IDS = torch.randint(0, 91, (2, 6), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -134,7 +134,7 @@ def test_files_that_do_not_fit(name: str, tmp_path: Path) -> None:
     damage, message = DAMAGE[name]
     damage(tmp_path)
     with pytest.raises(InputError) as error:
-        check(Weights(tmp_path), empty("gpt2"))
+        Weights(tmp_path).names_for(empty("gpt2"))
     assert str(error.value).startswith(message.format(path=tmp_path))
     assert error.value.fix == "give safetensors with the names of the model's state dict"
 

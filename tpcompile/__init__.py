@@ -10,8 +10,9 @@ from tpcompile.errors import TpcompileError
 from tpcompile.export.load import load
 from tpcompile.mesh import Mesh
 from tpcompile.runtime.compiled import compile
+from tpcompile.runtime.initial import Initial
 from tpcompile.runtime.launch import launch
 from tpcompile.runtime.progress import progress
 from tpcompile.simulate import check
 
-__all__ = ["Mesh", "TpcompileError", "check", "compile", "launch", "load", "progress", "testing"]
+__all__ = ["Initial", "Mesh", "TpcompileError", "check", "compile", "launch", "load", "progress", "testing"]

@@ -130,7 +130,7 @@ def test_meta_parameters_can_be_read_and_not_run() -> None:
     assert message(error) == [
         "parameter embed.weight is on the meta device: it has no values",
         "  at   compiled.train_step(input_ids=[8, 5], labels=[8, 5])",
-        "  fix  pass weights= to compile, or initialise the model (model.to_empty(device=...), then its weights) before",
+        "  fix  pass weights= to compile: a directory of safetensors, or tpcompile.Initial(seed)",
     ]
 
 

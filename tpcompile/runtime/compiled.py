@@ -31,9 +31,10 @@ from tpcompile.runtime.checkpoint.together import together
 from tpcompile.runtime.data_parallel import check_mode, settle
 from tpcompile.runtime.engine import Capture, Engine, check_values
 from tpcompile.runtime.groups import connect
+from tpcompile.runtime.initial import Initial
 from tpcompile.runtime.mark import placed
 from tpcompile.runtime.recompute import check_recompute
-from tpcompile.runtime.weights import Weights, fill, fill_buffers
+from tpcompile.runtime.weights import fill, fill_buffers, source_of
 from tpcompile.schedules import check_schedule
 
 
@@ -55,7 +56,7 @@ def compile(
     outputs: Literal["all", "loss"] = "all",
     recompute: str = "none",
     precision: Literal["bf16", "fp16"] | None = None,
-    weights: str | Path | None = None,
+    weights: str | Path | Initial | None = None,
 ) -> Compiled:
     """Compile a model for a mesh of data × pipeline × tensor parallel ranks.
 
@@ -102,6 +103,7 @@ def compile(
 
     `weights` is a directory of safetensors, `model.safetensors` or several files with their index, or one file: each rank reads its own
     slices of it when it first runs, and nothing else, so that the model can be on the meta device. Names are those of its state dict.
+    `tpcompile.Initial(seed)` instead gives a model on the meta device the values of its own initialisers, equal on every mesh.
 
     No process group is needed: only running needs one. Raises InputError, CaptureError or Refused, with what to do about it.
     """
@@ -149,9 +151,9 @@ class Compiled:
     """A compiled model. It holds this rank's part; explaining it and reading any rank's program need no process group."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, options: Options, devices: DeviceMesh | None, weights: str | Path | None = None
+        self, model: nn.Module, mesh: Mesh, options: Options, devices: DeviceMesh | None, weights: str | Path | Initial | None = None
     ) -> None:
-        self._weights = None if weights is None else Weights(weights)
+        self._weights = None if weights is None else source_of(weights, model)
         self.model, self.mesh, self.options = model, mesh, options
         self._devices = devices
         self._division = Division.of(mesh, options.microbatches, options.split_batches)

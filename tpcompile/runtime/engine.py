@@ -211,7 +211,7 @@ def check_values(module: nn.Module, call: str) -> None:
                 f"parameter {name} is on the meta device: it has no values",
                 at=call,
                 source=caller(),
-                fix="pass weights= to compile, or initialise the model (model.to_empty(device=...), then its weights) before",
+                fix="pass weights= to compile: a directory of safetensors, or tpcompile.Initial(seed)",
             )
 
 

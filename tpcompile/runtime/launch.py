@@ -187,7 +187,7 @@ def _cause(error: ChildFailedError, logs: Path, mesh: Mesh) -> ProcessError:
     places = mark.read(logs)
     failures = [(json.loads(path.read_text()), int(path.stem.split("_")[1])) for path in logs.glob("failure_*.json")]
     own = [failure for failure in failures if failure[0]["own"]]
-    if own or failures and (seen.exitcode >= 0 or any(rank == peer for _, peer in failures)):
+    if own or (failures and (seen.exitcode >= 0 or any(rank == peer for _, peer in failures))):
         first, rank = min(own or failures, key=lambda failure: failure[0]["time"])
         reason, trace = first["reason"], first["trace"]
     if "timed out" in reason.lower():

@@ -21,6 +21,7 @@ from tpcompile.errors import InputError, TpcompileError, several
 from tpcompile.passes.emit import Piece
 from tpcompile.runtime.checkpoint.boxes import Box, parts
 from tpcompile.runtime.checkpoint.plain import dtype_name
+from tpcompile.runtime.initial import Initial, Initialiser
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 READ_BYTES = 2**24
@@ -87,6 +88,29 @@ class Weights:
             last = min(first + step, box.size[0])
             into[first:last].copy_(given[(slice(box.start[0] + first, box.start[0] + last), *rest)])
 
+    def names_for(self, model: nn.Module) -> dict[str, str]:
+        """`names_in`, once names, shapes and types fit. Raises InputError that names every tensor that does not."""
+        stored, problems = names_in(self, model), list[TpcompileError]()
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+        for name, p in [*model.named_parameters(), *buffers]:
+            if name not in stored:
+                problems.append(_bad(f"{self.path} has no {name}"))
+                continue
+            where, given = self.where(stored[name]), self.slices(stored[name])
+            dtype = _dtype(given)
+            if list(given.get_shape()) != list(p.shape):
+                problems.append(_bad(f"{where} has {stored[name]} in shape {list(given.get_shape())}, and the model in {list(p.shape)}"))
+            elif torch.promote_types(dtype, p.dtype) != p.dtype:
+                problems.append(
+                    _bad(f"{where} has {stored[name]} in {dtype_name(dtype)}, which the model's {dtype_name(p.dtype)} cannot hold")
+                )
+        optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        extra = sorted(self.names - set(stored.values()))
+        problems += [_bad(f"{self.where(n)} has {n}, and the model has not") for n in extra if not any(p.search(n) for p in optional)]
+        if (error := several(problems)) is not None:
+            raise error
+        return stored
+
 
 def _bad(what: str) -> InputError:
     return InputError(what, at="compile(weights=...)", fix="give safetensors with the names of the model's state dict")
@@ -95,7 +119,12 @@ def _bad(what: str) -> InputError:
 # ------------------------------------------------------------------------------------------- into a rank's module
 
 
-def names_in(weights: Weights, model: nn.Module) -> dict[str, str]:
+def source_of(weights: str | Path | Initial, model: nn.Module) -> Weights | Initialiser:
+    """Where a model's values come from."""
+    return Initialiser(model, weights.seed) if isinstance(weights, Initial) else Weights(weights)
+
+
+def names_in(weights: Weights | Initialiser, model: nn.Module) -> dict[str, str]:
     """The name in the files for every name of the model that they have: a twin's, or one without the base model's prefix, serves too."""
     prefix, found = f"{getattr(model, 'base_model_prefix', '')}.", dict[str, str]()
     twins: dict[int, list[str]] = {}
@@ -110,28 +139,6 @@ def names_in(weights: Weights, model: nn.Module) -> dict[str, str]:
     return found
 
 
-def check(weights: Weights, model: nn.Module) -> dict[str, str]:
-    """`names_in`, once names, shapes and types fit. Raises InputError that names every tensor that does not."""
-    stored, problems = names_in(weights, model), list[TpcompileError]()
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
-    for name, p in [*model.named_parameters(), *buffers]:
-        if name not in stored:
-            problems.append(_bad(f"{weights.path} has no {name}"))
-            continue
-        where, given = weights.where(stored[name]), weights.slices(stored[name])
-        dtype = _dtype(given)
-        if list(given.get_shape()) != list(p.shape):
-            problems.append(_bad(f"{where} has {stored[name]} in shape {list(given.get_shape())}, and the model in {list(p.shape)}"))
-        elif torch.promote_types(dtype, p.dtype) != p.dtype:
-            problems.append(_bad(f"{where} has {stored[name]} in {dtype_name(dtype)}, which the model's {dtype_name(p.dtype)} cannot hold"))
-    optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    extra = sorted(weights.names - set(stored.values()))
-    problems += [_bad(f"{weights.where(n)} has {n}, and the model has not") for n in extra if not any(p.search(n) for p in optional)]
-    if (error := several(problems)) is not None:
-        raise error
-    return stored
-
-
 def _dtype(given: Any) -> torch.dtype:
     """The element type of a slice."""
     name = given.get_dtype()
@@ -144,12 +151,14 @@ def _dtype(given: Any) -> torch.dtype:
 
 
 @torch.no_grad()
-def fill(modules: Iterable[nn.Module], model: nn.Module, weights: Weights, pieces: Mapping[str, Piece], device: torch.device) -> None:
+def fill(
+    modules: Iterable[nn.Module], model: nn.Module, weights: Weights | Initialiser, pieces: Mapping[str, Piece], device: torch.device
+) -> None:
     """Give a rank's modules their pieces of the weights, in memory of their own; what is tied stays tied.
 
     Buffers that no file has are computed by the model's own initialiser, where they are on the meta device.
     """
-    stored = check(weights, model)
+    stored = weights.names_for(model)
     for module in modules:
         made: dict[int, nn.Parameter] = {}
         for path, part in module.named_modules():
@@ -167,7 +176,7 @@ def fill(modules: Iterable[nn.Module], model: nn.Module, weights: Weights, piece
 
 
 @torch.no_grad()
-def fill_buffers(modules: Iterable[nn.Module], model: nn.Module, weights: Weights, device: torch.device) -> None:
+def fill_buffers(modules: Iterable[nn.Module], model: nn.Module, weights: Weights | Initialiser, device: torch.device) -> None:
     """Values for the buffers of modules: from the files, else from the model, else computed by its initialiser."""
     stored, computed = names_in(weights, model), dict[str, dict[str, Tensor]]()
     for module in modules:
