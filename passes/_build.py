@@ -10,6 +10,7 @@ from typing import Any, Literal
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from tpcompile.errors import CaptureError
@@ -154,7 +155,7 @@ class Builder:
         found = {}
         for placeholder, name in self._table("constant").items():
             value = self.exported.program.constants[name]
-            if not isinstance(value, Tensor) or value.is_meta:
+            if not isinstance(value, Tensor) or value.is_meta or isinstance(value, FakeTensor):
                 raise CaptureError(
                     f"forward reads {name.removeprefix(f'{ROOT}.')}, a tensor on the meta device that has no values",
                     source=user_line(),

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from tpcompile.errors import CaptureError, TpcompileError
+from tpcompile.passes._blank import as_on_cpu
 from tpcompile.passes._call import Call, Found
 from tpcompile.passes._eager import check_eager
 from tpcompile.passes._functions import keep
@@ -65,7 +66,7 @@ def _attempt(call: Call, tensors: Sequence[Tensor], dims: Sequence[frozenset[int
     record = call.record
     record.refused, record.notes = None, {}
     try:
-        with torch.inference_mode(False), torch.enable_grad(), _watching(call), _quiet():
+        with torch.inference_mode(False), torch.enable_grad(), _watching(call), _quiet(), as_on_cpu(call.model):
             program = torch.export.export(call, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
     except Exception as error:
         if record.refused is not None:

@@ -56,8 +56,11 @@ def _refuse_autocast() -> None:
 
 
 def _examples(model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Inputs to export with: on the model's device, and no two of them the same object."""
+    """Inputs to export with: on the model's device, the CPU for one without values, and no two of them the same object."""
     device = next((parameter.device for parameter in model.parameters()), None)
+    if device is not None and device.type == "meta":
+        device = torch.device("cpu")
+        tensors = [torch.zeros_like(t, device=device, requires_grad=t.requires_grad) if t.is_meta else t for t in tensors]
     moved = [tensor.detach().to(device) if device is not None else tensor.detach() for tensor in tensors]
     apart = [tensor.clone() if tensor is given or tensor._is_view() else tensor for tensor, given in zip(moved, tensors, strict=True)]
     return [new.requires_grad_(given.requires_grad) for new, given in zip(apart, tensors, strict=True)]

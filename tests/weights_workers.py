@@ -86,3 +86,14 @@ def own_slices(directory: str, mesh: str) -> Loaded:
     pieces = compiled.program().parameters
     right = all(torch.equal(p, pieces[name].of(whole[name])) for name, p in compiled.named_parameters())
     return Loaded(own, Counting.read, watch.most - before, right)
+
+
+def initialised(mesh: str, seed: int) -> dict[str, Tensor] | None:
+    """All values that a model without any starts with, on the first rank, after a forward."""
+    with torch.device("meta"):
+        model: nn.Module = GPT(Config(vocab_size=91, layers=2, heads=3, hidden=24, inner=40))
+    ids = torch.randint(0, 91, (4, 8), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(seed + 1)  # it has no part in it
+    compiled = tpcompile.compile(model, mesh, {"input_ids": ids, "labels": ids}, weights=tpcompile.Initial(seed))
+    compiled.eval_step(input_ids=ids, labels=ids)
+    return compiled.full_state_dict()

@@ -2,7 +2,7 @@
 
 compiled = tpcompile.compile(blank, "dp=2,pp=2,tp=2", batch, weights=tpcompile.Initial(seed=0))
 
-The initialisers run once on the meta device, where they cost nothing, and what they do to each tensor is written down. A rank then does it
+The initialisers run once on tensors without values, where they cost nothing, and what they do to each is written down. A rank then does it
 again on the CPU for the parameters that it has a piece of, one whole parameter at a time, each with random numbers of its own.
 """
 
@@ -11,19 +11,24 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tpcompile.errors import InputError
+from tpcompile.passes._blank import as_on_cpu
 from tpcompile.runtime.checkpoint.boxes import Box
 
 RESETS = ("reset_parameters", "_reset_parameters")
 HOOK = "_init_weights"
+TRUNCATED = "_no_grad_trunc_normal_"
+"""Below torch.nn.init.trunc_normal_: it draws again what fell outside."""
 FIX = "give its module reset_parameters(), or the model _init_weights(module); or initialise the model before, and save it for weights="
 
 
@@ -52,7 +57,7 @@ class _Done:
 
 
 class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what is done to tensors on the meta device. Writes to the memory in `others` do not count."""
+    """Writes down what is done to tensors without values. Writes to the memory in `others` do not count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,17 +67,39 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        reads = {_memory(t) for t in tree_leaves((args, kwargs)) if _blank(t)}
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         written = [given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        writes = {_memory(t) for t in tree_leaves(written) if _blank(t)}
-        writes |= {_memory(t) for t in tree_leaves(result) if _blank(t)} - reads  # memory of its own
+        self._note(func, args, kwargs, result, _memories(written))
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, written: frozenset[int]) -> None:
+        reads = _memories((args, kwargs))
+        writes = written | (_memories(result) - reads)  # what has memory of its own
         if writes and not writes & self.others:
             # a tensor with values is kept as it is now
-            args, kwargs = tree_map(lambda t: t.clone() if isinstance(t, Tensor) and not t.is_meta else t, (args, kwargs))
-            self.done.append(_Done(func, args, kwargs, result, frozenset(reads), frozenset(writes)))
-        return result
+            args, kwargs = tree_map(lambda t: t.clone() if isinstance(t, Tensor) and not _blank(t) else t, (args, kwargs))
+            self.done.append(_Done(func, args, kwargs, result, reads, writes))
+
+    @contextmanager
+    def whole(self, module: Any, name: str) -> Iterator[None]:
+        """While inside, a function that looks at values as it goes is one call: it writes its first argument. Torch may not have it."""
+        own = getattr(module, name, None)
+
+        def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not _blank(tensor):
+                return own(tensor, *args, **kwargs)  # type: ignore[misc, no-any-return]
+            self._note(own, (tensor, *args), kwargs, tensor, _memories(tensor))
+            return tensor
+
+        if own is None:
+            yield
+            return
+        setattr(module, name, noted)
+        try:
+            yield
+        finally:
+            setattr(module, name, own)
 
 
 class Initialiser:
@@ -83,16 +110,15 @@ class Initialiser:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed, self._model = seed, copy.deepcopy(model)  # an initialiser may mark what it has set
         self._last: tuple[str, Tensor] | None = None
-        own = [*self._model.named_parameters(), *self._model.named_buffers()]
-        self._own = {name: tensor for name, tensor in own if tensor.is_meta}
-        first = {_memory(tensor): name.rpartition(".")[0] for name, tensor in reversed(self._own.items())}
-        notes = _Notes()
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)  # of numbers that are drawn apart from the parameters, and copied
+        notes, self._own = _Notes(), dict[str, Tensor]()
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), as_on_cpu(self._model) as mode:
+            own = [*self._model.named_parameters(), *self._model.named_buffers()]
+            self._own = {name: tensor for name, tensor in own if _blank(tensor)}
+            first = {_memory(tensor): name.rpartition(".")[0] for name, tensor in reversed(self._own.items())}
             for path, module, start in _starts(self._model):
-                notes.others = frozenset(_memory(p) for p in module.parameters(recurse=False) if p.is_meta and first[_memory(p)] != path)
+                notes.others = frozenset(_memory(p) for p in module.parameters(recurse=False) if _blank(p) and first[_memory(p)] != path)
                 try:
-                    with notes:
+                    with mode or nullcontext(), notes, notes.whole(nn.init, TRUNCATED):
                         start()
                 except Exception as error:
                     raise InputError(
@@ -148,8 +174,7 @@ class Initialiser:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:7]))
             for done in reversed(steps):
-                kwargs = {k: torch.device("cpu") if isinstance(v, torch.device) else v for k, v in done.kwargs.items()}
-                result = done.run(*tree_map(real, done.args), **tree_map(real, kwargs))
+                result = done.run(*tree_map(real, done.args), **tree_map(real, done.kwargs))
                 for meta, value in zip(tree_leaves(done.result), tree_leaves(result), strict=True):
                     if _blank(meta) and _memory(meta) not in done.reads:
                         _over(memory, meta).copy_(value)
@@ -174,7 +199,7 @@ def _starts(module: nn.Module, path: str = "", hook: Callable[[nn.Module], Any] 
 
 
 def _blank(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
+    return isinstance(value, FakeTensor)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -182,8 +207,12 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _memories(values: Any) -> frozenset[int]:
+    return frozenset(_memory(value) for value in tree_leaves(values) if _blank(value))
+
+
 def _over(memory: dict[int, torch.UntypedStorage], meta: Tensor) -> Tensor:
-    """A tensor on the CPU as one on the meta device. Its memory is not a number before it is set: all its bits are one."""
+    """A tensor on the CPU as one without values. Its memory is not a number before it is set: all its bits are one."""
     key = _memory(meta)
     if key not in memory:
         memory[key] = torch.full((meta.untyped_storage().nbytes(),), 255, dtype=torch.uint8).untyped_storage()
