@@ -81,9 +81,9 @@ def settings(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, A
 
 
 def on_mesh(name: str, mesh: str) -> Trainer:
-    """`mesh` may end in a mode of data parallelism: "dp=4 zero3"."""
-    axes, _, mode = mesh.partition(" ")
-    compiled = tpcompile.compile(MODELS[name](), axes, data(0), loss=double_loss, data_parallel=mode or "ddp")
+    """`mesh` may end in a mode of data parallelism, and a schedule: "dp=4 zero3", "dp=2,pp=2 zero2 zbv"."""
+    axes, mode, schedule, *_ = [*mesh.split(), *("ddp", "1f1b")[mesh.count(" ") :]]
+    compiled = tpcompile.compile(MODELS[name](), axes, data(0), loss=double_loss, data_parallel=mode, schedule=schedule)
     return Trainer(compiled, *settings(compiled.optimizer(torch.optim.AdamW, **ADAMW)))
 
 

@@ -17,7 +17,10 @@ import tpcompile
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ALL = "dp=2,pp=2,tp=2 zero2"
-FOUR = [("fused", "tp=4"), ("fused", "pp=4"), ("fused", "dp=4 zero3"), ("fused", "dp=4 zero1"), ("shared", "tp=4"), ("shared", "dp=2,tp=2")]
+FOUR = [
+    *(("fused", mesh) for mesh in ("tp=4", "pp=4", "dp=4 zero3", "dp=4 zero1", "dp=2,pp=2 zero2 zbv", "pp=2,tp=2 ddp interleaved_1f1b")),
+    *(("shared", mesh) for mesh in ("tp=4", "dp=2,tp=2")),
+]
 ONE = [("fused", "tp=1"), ("shared", "tp=1")]
 
 
