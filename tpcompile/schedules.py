@@ -84,7 +84,21 @@ class Reduce:
     stage: int
 
 
-Action = Run | Post | Await | Wait | Reduce
+@dataclass(frozen=True)
+class Gather:
+    """Replicas gather the parameters of a stage that they share out, ahead of its work, if they are not there."""
+
+    stage: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """They drop them again."""
+
+    stage: int
+
+
+Action = Run | Post | Await | Wait | Reduce | Gather | Drop
 
 
 @dataclass(frozen=True)
@@ -256,6 +270,8 @@ MOVES: Mapping[Any, tuple[Literal["send", "recv"], Direction, int]] = {
 }
 """Torch's name of a transfer: the call, what it carries, and how far off the other stage is."""
 
+OF_REPLICAS: Mapping[Any, Callable[[int], Action]] = {torchs.REDUCE_GRAD: Reduce, torchs.UNSHARD: Gather, torchs.RESHARD: Drop}
+
 
 def _from_torch(schedule: str, place: int, pp: int, per_rank: int, microbatches: int) -> Iterator[Action]:
     """Every transfer begins alone and is waited for where it is needed: what is received before its use, what is sent at the end."""
@@ -272,8 +288,8 @@ def _from_torch(schedule: str, place: int, pp: int, per_rank: int, microbatches:
             elif kind in MOVES:
                 call, direction, away = MOVES[kind]
                 yield Post((Transfer(call, direction, index, place_of(schedule, stage + away, pp), stage),), wait=False)
-            elif kind == torchs.REDUCE_GRAD:
-                yield Reduce(stage)
+            elif kind in OF_REPLICAS:
+                yield OF_REPLICAS[kind](stage)
     yield Wait()
 
 

@@ -53,9 +53,16 @@ class Sharing:
     pipeline: bool
     there: set[str] = field(default_factory=set)
 
-    def forward(self) -> Iterator[Sent]:
+    def ahead(self) -> Iterator[Sent]:
+        """What a schedule with several stages on a rank gathers before it needs it."""
         for unit in ("", *self.units):
             yield from self._gather(unit, "forward")
+
+    def drop(self) -> None:
+        self.there.clear()
+
+    def forward(self) -> Iterator[Sent]:
+        yield from self.ahead()
         if self.again:
             self.there -= set(self.units)
 

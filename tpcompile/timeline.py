@@ -25,7 +25,7 @@ from tpcompile.layout import Layout, Size, TensorType, local_size, product
 from tpcompile.mesh import Mesh
 from tpcompile.messages import Sent, StageMessages
 from tpcompile.operation import op_name
-from tpcompile.schedules import Await, Post, Reduce, Run, Transfer, Wait, Work, actions, place_of, stages_at
+from tpcompile.schedules import Await, Drop, Gather, Post, Reduce, Run, Transfer, Wait, Work, actions, place_of, stages_at
 from tpcompile.sharing import SHARED_OUT, Parameter, Sharing, gathers_again
 
 AGREEMENT = 3
@@ -96,6 +96,12 @@ class Step:
                         yield Posted(found, wait)
                 case Await() | Wait():
                     yield action
+                case Gather(stage):
+                    if (parts := sharing[stage]) is not None:
+                        yield from parts.ahead()
+                case Drop(stage):
+                    if (parts := sharing[stage]) is not None:
+                        parts.drop()
                 case Reduce(stage):
                     if (parts := sharing[stage]) is not None:
                         yield from parts.end()

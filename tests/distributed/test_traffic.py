@@ -45,7 +45,13 @@ LAUNCHES: dict[str, tuple[Case, ...]] = {
         Case("llama", "dp=2", data_parallel="zero2"),
         Case("gpt2", "dp=2", data_parallel="zero3", microbatches=2),
     ),
-    "dp=2,pp=2": (Case("gpt2", "dp=2,pp=2", data_parallel="zero3", microbatches=4),),
+    "dp=2,pp=2": (
+        Case("gpt2", "dp=2,pp=2", data_parallel="zero3", microbatches=4),
+        Case("gpt2", "dp=2,pp=2", "interleaved_1f1b", 4, data_parallel="zero3"),
+        Case("gpt2", "dp=2,pp=2", "looped_bfs", 4, data_parallel="zero2"),
+        Case("gpt2", "dp=2,pp=2", "zbv", 4, data_parallel="zero2"),
+        Case("llama", "dp=2,pp=2", "dualpipev", 4, data_parallel="zero3"),
+    ),
     "dp=2,pp=2,tp=2": (Case("gpt2", "dp=2,pp=2,tp=2"), Case("llama", "dp=2,pp=2,tp=2", "gpipe"), *several("llama", "dp=2,pp=2,tp=2")),
 }
 
