@@ -57,6 +57,21 @@ class Experts(nn.Module):
         return made.view_as(x) + self.shared_down(F.silu(self.shared_up(x)))
 
 
+class Tempered(nn.Module):
+    """Scores under a temperature: a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 12), nn.Linear(12, VOCABULARY)
+        self.up, self.down = nn.Linear(12, 30), nn.Linear(30, 12)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        scores = self.head(x + self.down(F.gelu(self.up(x)))) * self.temperature
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
 def classified(outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(outputs, batch["classes"])
 
@@ -170,6 +185,11 @@ def bert() -> tuple[nn.Module, Batch, Loss | None]:
     return BertForMaskedLM(config), masked_batch(), None
 
 
+def tempered() -> tuple[nn.Module, Batch, Loss | None]:
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH))
+    return Tempered(), {"input_ids": ids, "labels": ids.roll(1, 1)}, None
+
+
 FACTORIES: Mapping[str, Callable[[], tuple[nn.Module, Batch, Loss | None]]] = {
     "gpt": gpt,
     "frozen": frozen,
@@ -185,6 +205,7 @@ FACTORIES: Mapping[str, Callable[[], tuple[nn.Module, Batch, Loss | None]]] = {
     "llama24on3": lambda: llama(24, 3),
     "llama6on3": lambda: llama(6, 3),
     "llama4on1": lambda: llama(4, 1),
+    "tempered": tempered,
 }
 
 

@@ -44,6 +44,7 @@ LAUNCHES: dict[str, tuple[Case, ...]] = {
         Case("bert", "dp=2", microbatches=2),
         Case("llama", "dp=2", data_parallel="zero2"),
         Case("gpt2", "dp=2", data_parallel="zero3", microbatches=2),
+        Case("tempered", "dp=2", data_parallel="zero2", microbatches=2),
     ),
     "dp=2,pp=2": (
         Case("gpt2", "dp=2,pp=2", data_parallel="zero3", microbatches=4),

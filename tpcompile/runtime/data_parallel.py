@@ -86,12 +86,23 @@ def reduce_now(engine: Engine, now: bool) -> None:
 
 
 def average_rest(root: Root, groups: Groups, trained: frozenset[str]) -> None:
-    """After a schedule: average over dp what the engine does not take. Collective over dp."""
-    group = groups.group("dp")
+    """After the micro-batches: average over dp what the engine does not take, a scalar. Collective over dp."""
+    group = None if groups.mesh.pp == 1 and not isinstance(root, FSDPModule) else groups.group("dp")
     for name, p in root.named_own_parameters():
         if group is not None and name in trained and not p.ndim and p.grad is not None:
             dist.all_reduce(p.grad, group=group)
             p.grad /= group.size()
+
+
+@contextmanager
+def rest_averaged_once(root: StageRoot, groups: Groups, trained: frozenset[str]) -> Iterator[None]:
+    """Around the micro-batches of a step without a pipeline: the same at their end, in place of once for each."""
+    root.averages = False
+    try:
+        yield
+    finally:
+        root.averages = True
+    average_rest(root, groups, trained)
 
 
 @contextmanager
@@ -127,11 +138,11 @@ def distribute(root: Root, groups: Groups, trained: frozenset[str]) -> Engine:
     if isinstance(root, FSDPModule):
         for _, p in named:
             if p.requires_grad and not p.ndim:
-                _average_when_ready(p, group)
+                _average_when_ready(p, group, root)
         return root
     for name, p in named:
         if name not in trained and p.requires_grad:
-            _average_when_ready(p, group)
+            _average_when_ready(p, group, root)
     kept = {p for name, p in named if name in trained and p.requires_grad}
     if not kept:
         return root
@@ -141,11 +152,16 @@ def distribute(root: Root, groups: Groups, trained: frozenset[str]) -> Engine:
     return DistributedDataParallel(root, process_group=group, gradient_as_bucket_view=True)
 
 
-def _average_when_ready(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Average the gradient of a parameter that no engine takes: the loss does not reach it, and the user's own might; or it is a scalar."""
+def _average_when_ready(parameter: nn.Parameter, group: dist.ProcessGroup, root: Root) -> None:
+    """Average the gradient of a parameter that no engine takes: the loss does not reach it, and the user's own might; or it is a scalar.
+
+    A step averages it once, at its end.
+    """
 
     def average(p: Tensor) -> None:
         assert p.grad is not None
+        if isinstance(root, StageRoot) and not root.averages:
+            return
         dist.all_reduce(p.grad, group=group)
         p.grad /= group.size()
 

@@ -19,14 +19,23 @@ from tpcompile.ir import Program, Stage
 from tpcompile.layout import TensorType
 from tpcompile.runtime import outputs, step
 from tpcompile.runtime.data_parallel import Engine as DataParallel
-from tpcompile.runtime.data_parallel import average_rest, check_gradients, distribute, gradients_aside, reached, settle, share_out
+from tpcompile.runtime.data_parallel import (
+    average_rest,
+    check_gradients,
+    distribute,
+    gradients_aside,
+    reached,
+    rest_averaged_once,
+    settle,
+    share_out,
+)
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.mark import Mark
 from tpcompile.runtime.recompute import recompute
 from tpcompile.runtime.scaling import Scaler
 from tpcompile.runtime.schedule import Schedules, Work, sizes_of
 from tpcompile.runtime.shared import SharedWeights, follow, join
-from tpcompile.runtime.stage import RankRoot, root_of
+from tpcompile.runtime.stage import RankRoot, StageRoot, root_of
 from tpcompile.runtime.summed import summed_once
 from tpcompile.runtime.units import units
 from tpcompile.schedules import place_of
@@ -137,7 +146,8 @@ class Engine:
                     join(self.root)
                 self.shared.sum_gradients(self.root)
             else:
-                with summed_once(self.root, capture.held, self.groups):
+                assert isinstance(self.root, StageRoot)
+                with summed_once(self.root, capture.held, self.groups), rest_averaged_once(self.root, self.groups, capture.trained):
                     losses = step.accumulate(engine, work, scale)
             check_gradients(self.root, capture.trained)
             if self.scaler:

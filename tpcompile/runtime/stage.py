@@ -36,6 +36,7 @@ class StageRoot(nn.Module):
         self.sends = False  # whether the outputs cross to another stage, which takes them from contiguous memory
         self.loss_only = False  # while a schedule runs: it handles nothing else of the last stage
         self.collected: list[tuple[Tensor, ...]] | None = None  # the last stage's outputs, while somebody wants them
+        self.averages = True  # whether the next backward averages over replicas what torch's engine leaves out
         self.gathered: tuple[Any, ...] = ()  # what torch's engine gathers once in a step, first the root; in a tuple, as below
         self._aliases = dict(aliases)
         self._others: list[tuple[nn.Module]] = []  # in tuples, lest they count as submodules
