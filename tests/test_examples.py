@@ -51,6 +51,18 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["latest", "step_00000004", "step_00000006"]
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_every_option_by_its_flag() -> None:
+    """What is set away from its default still learns the text: the loss of 256 even bytes is 5.55."""
+    flags = ["--mesh", "dp=2", "--data-parallel", "zero3", "--microbatches", "2", "--precision", "bf16", "--recompute", "selective"]
+    example = str(ROOT / "examples" / "train_hf.py")
+    found = losses(
+        torchrun(example, *SMALL, *flags, "--dtype", "float32", "--model", "gpt2", "--lr", "0.01", "--size", "n_embd=16", "n_layer=2")
+    )
+    assert list(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1] - 0.1 and abs(found[1] - 5.55) < 0.2, found
+
+
 def test_progress_without_a_terminal() -> None:
     written = io.StringIO()
     with tpcompile.progress(40, start=30, console=Console(file=written)) as report:
