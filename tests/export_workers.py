@@ -22,6 +22,20 @@ def trained(compiled: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     return {"losses": losses, "parameters": parameters, "loss": compiled.eval_step(**batches[-1]).loss}
 
 
+def emitted_trained(model: nn.Module, mesh: str, batches: list[dict[str, Tensor]], directory: str, options: dict[str, Any]) -> bool:
+    """Whether a program that is written after training has the trained weights, and the model its own."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    compiled = tpcompile.compile(model, mesh, batches[0], **options)
+    trained(compiled, batches)
+    compiled.emit(directory)
+    torch.distributed.barrier()
+    loaded = tpcompile.load(directory)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    mine, theirs = compiled.full_state_dict(everywhere=True), loaded.full_state_dict(everywhere=True)
+    changed = [name for name, value in mine.items() if value.is_floating_point() and not torch.equal(value, before[name])]
+    return len(changed) > 10 and mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
 def both(model: nn.Module, mesh: str, batches: list[dict[str, Tensor]], directory: str, options: dict[str, Any]) -> bool:
     """Whether the program in memory and the one on disk do the same, to the last bit."""
     torch.manual_seed(3)

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import export_workers
 import parity_models
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import tpcompile
@@ -103,6 +105,14 @@ class TestFiles:
         assert not (tmp_path / "stage_1.py").exists() and not (tmp_path / "rank_002.safetensors").exists()
 
 
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_golden(tmp_path: Path, model: str, golden: Callable[..., None]) -> None:
+    """The sources of both stages, whole."""
+    written(tmp_path, model)
+    for stage in range(2):
+        golden((tmp_path / f"stage_{stage}.py").read_text(), f"{model}_stage_{stage}")
+
+
 def test_replicas_share_weights(tmp_path: Path) -> None:
     written(tmp_path, mesh="dp=2,tp=2")
     ranks = json.loads((tmp_path / "manifest.json").read_text())["ranks"]
@@ -131,6 +141,23 @@ def test_disk_and_memory_train_alike_to_the_last_bit(tmp_path: Path, model: str,
     made, given = batches(model)
     tpcompile.compile(made, mesh, given[0], **options).emit(tmp_path)
     assert all(tpcompile.launch(export_workers.both, mesh, made, mesh, given, str(tmp_path), options))
+
+
+@pytest.mark.processes
+def test_what_is_written_after_training_is_trained(tmp_path: Path) -> None:
+    made, given = batches("gpt2")
+    options = {"data_parallel": "zero3"}
+    assert all(tpcompile.launch(export_workers.emitted_trained, "dp=2,tp=2", made, "dp=2,tp=2", given, str(tmp_path), options))
+
+
+def test_a_deep_model_has_short_sources(tmp_path: Path) -> None:
+    """Twelve layers in two stages: each is one class, however many there are."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 40}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=12, **sizes))
+    ids = torch.zeros(4, 6, dtype=torch.int64)
+    tpcompile.compile(model, "pp=2,tp=2", {"input_ids": ids, "labels": ids}).emit(tmp_path)
+    assert all(len((tmp_path / f"stage_{stage}.py").read_text().splitlines()) < 300 for stage in range(2))
 
 
 def test_one_rank_runs_without_processes(tmp_path: Path) -> None:

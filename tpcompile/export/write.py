@@ -10,6 +10,7 @@ build/
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,17 @@ def emit(compilation: Compilation, model: nn.Module, directory: Path, formats: S
     write_counts(compilation.program, model, directory)
     write_plan(compilation, directory)
     write_manifest(directory, manifest(compilation, model, ranks))
+
+
+def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """A model with these values under the names of its state dict, beside the model, which keeps its own; what is tied stays tied."""
+    made: dict[int, Any] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, nn.Parameter):
+            made.setdefault(id(tensor), nn.Parameter(values[name], tensor.requires_grad))
+        elif isinstance(tensor, Tensor):
+            made.setdefault(id(tensor), values[name])
+    return copy.deepcopy(model, made)
 
 
 def _check_formats(formats: Sequence[str], bare: bool) -> None:

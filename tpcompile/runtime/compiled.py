@@ -27,7 +27,7 @@ from tpcompile.runtime.agree import agree
 from tpcompile.runtime.batch import Batch, Division
 from tpcompile.runtime.checkpoint import SCALE, Checkpoints, Running, Stateful
 from tpcompile.runtime.checkpoint.full import full_state_dict, save_pretrained
-from tpcompile.runtime.checkpoint.together import together
+from tpcompile.runtime.checkpoint.together import on_first, together
 from tpcompile.runtime.data_parallel import check_mode, settle
 from tpcompile.runtime.engine import Capture, Engine, check_values
 from tpcompile.runtime.groups import connect
@@ -219,13 +219,18 @@ class Compiled:
     def emit(self, directory: str | Path, *, formats: Sequence[str] = ()) -> None:
         """Write the programs of all ranks to a folder: `stage_K.py`, `rank_NNN.safetensors`, `plan.txt` and `manifest.json`.
 
-        The weights are the model's as it was compiled. A model on the meta device gives programs without weights. `formats` may add
-        "onnx" and "pt2": a rank's forward in these forms. A folder that a program was written to before is written anew; raises
-        InputError for one with other files.
+        The weights are those of the running program, once it has run, and else the model's; a model on the meta device that has not run
+        gives programs without weights. `formats` may add "onnx" and "pt2": a rank's forward in these forms. A folder that a program was
+        written to before is written anew; raises InputError for one with other files. Collective once it has run: rank 0 writes, and
+        has the whole weights in memory meanwhile.
         """
-        from tpcompile.export.write import emit
+        from tpcompile.export.write import emit, with_values
 
-        emit(self.compilation, self.model, Path(directory), formats)
+        if self._engine is None:
+            emit(self.compilation, self.model, Path(directory), formats)
+            return
+        values = self.full_state_dict()
+        on_first(lambda: emit(self.compilation, with_values(self.model, values), Path(directory), formats))
 
     def _own_program(self, rank: int) -> RankProgram:
         if self._program is None or self._program.rank != rank:
