@@ -119,6 +119,19 @@ def _linears(x: Tensor, axis: str, dim: int, length: int, weights: Sequence[Tens
     return [torch.nn.functional.linear(whole, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
 
 
+def _slice_scatter(x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    """As torch's, whose translation makes values of one dimension that the evaluator does not take."""
+    first, last, size = start or 0, torch.iinfo(torch.int64).max if end is None else end, x.shape[dim]
+    if step == 1:
+        pieces = [torch.ops.aten.slice.Tensor(x, dim, 0, first), source, torch.ops.aten.slice.Tensor(x, dim, last)]
+        return torch.cat(pieces, dim) if first >= 0 else torch.cat([x.narrow(dim, 0, size + first), *pieces[1:]], dim)
+    at = torch.arange(size, device=x.device)
+    first, last = (first + size if first < 0 else first), (last + size if last < 0 else last)
+    inside = (at >= first) & (at < last) & ((at - first) % step == 0)
+    places = ((at - first) // step).clamp(0, source.shape[dim] - 1)
+    return torch.where(inside.view([-1 if d == dim % x.dim() else 1 for d in range(x.dim())]), source.index_select(dim, places), x)
+
+
 def _decompositions() -> Any:
     table = torch.export.default_decompositions()
     ours: dict[Any, Callable[..., Any]] = {
@@ -133,6 +146,7 @@ def _decompositions() -> Any:
         ops.seq_scatter.default: _scatter_positions,
         ops.seq_slice.default: _own_positions,
         ops.seq_linear.default: _linears,
+        torch.ops.aten.slice_scatter.default: _slice_scatter,
     }
     for operator, work in ours.items():
         table[operator] = work
