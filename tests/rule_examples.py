@@ -272,6 +272,7 @@ EXAMPLES: Mapping[str, list[Example]] = {
     "aten.isfinite.default": [e(f(3, 4))],
     "aten.lift_fresh_copy.default": [e(f(3, 4))],
     "aten.log_sigmoid.default": [e(f(3, 4))],
+    "aten.fill.Tensor": [e(f(2, 3, 4), f())],
     "aten.masked_fill.Scalar": [e(f(2, 3, 4), m(3, 4), -1.0), e(f(2, 3, 4), m(2, 1, 4), -torch.inf)],
     "aten.mish.default": [e(f(3, 4))],
     "aten.multiply.Tensor": [e(f(3, 4), f(3, 1))],

@@ -266,7 +266,7 @@ and all others' softmax stays within a rank."""
 POINTWISE = aten_names(
     """
     __and__.Scalar __and__.Tensor __or__.Tensor _to_copy.default absolute.default alias.default arccos.default celu.default clone.default
-    contiguous.default copy.default detach.default divide.Tensor dropout.default empty_like.default floor_divide.Scalar
+    contiguous.default copy.default detach.default divide.Tensor dropout.default empty_like.default fill.Tensor floor_divide.Scalar
     floor_divide.default full_like.default hardsigmoid.default hardswish.default hardtanh.default imag.default isfinite.default
     lift_fresh_copy.default log_sigmoid.default masked_fill.Scalar mish.default multiply.Tensor negative.default
     ones_like.default polar.default real.default reciprocal.default relu6.default rsub.Scalar rsub.Tensor selu.default silu.default

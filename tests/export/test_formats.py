@@ -21,8 +21,9 @@ pytest.importorskip("onnx")
 
 
 def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    if name == "t5":
-        return t5()
+    if name.startswith("t5"):
+        model, batch = t5()
+        return model, batch if name == "t5" else {"input_ids": batch["input_ids"], "labels": batch["decoder_input_ids"]}
     made, batch, _ = parity_models.made(name, torch.float32)
     return copy.deepcopy(made).eval(), batch
 
@@ -38,7 +39,7 @@ def t5() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("gpt2", "tp=3"), ("llama", "pp=2,tp=2"), ("bert", "tp=2"), ("t5", "tp=2"), ("t5", "pp=2")]
+    ("name", "mesh"), [("gpt2", "tp=3"), ("llama", "pp=2,tp=2"), ("bert", "tp=2"), ("t5", "pp=2"), ("t5 with labels", "tp=2")]
 )
 def test_onnx_in_lockstep_is_the_model(tmp_path: Path, name: str, mesh: str) -> None:
     model, batch = model_of(name)

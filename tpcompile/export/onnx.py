@@ -120,7 +120,7 @@ def _linears(x: Tensor, axis: str, dim: int, length: int, weights: Sequence[Tens
 
 
 def _slice_scatter(x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
-    """As torch's, whose translation makes values of one dimension that the evaluator does not take."""
+    """Spelled out: the whole is cut around what is put in."""
     first, last, size = start or 0, torch.iinfo(torch.int64).max if end is None else end, x.shape[dim]
     if step == 1:
         pieces = [torch.ops.aten.slice.Tensor(x, dim, 0, first), source, torch.ops.aten.slice.Tensor(x, dim, last)]
@@ -130,6 +130,11 @@ def _slice_scatter(x: Tensor, source: Tensor, dim: int = 0, start: int | None = 
     inside = (at >= first) & (at < last) & ((at - first) % step == 0)
     places = ((at - first) // step).clamp(0, source.shape[dim] - 1)
     return torch.where(inside.view([-1 if d == dim % x.dim() else 1 for d in range(x.dim())]), source.index_select(dim, places), x)
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """With its broadcast, which torch's translation leaves out."""
+    return source.to(x.dtype).expand(x.shape).clone()
 
 
 def _decompositions() -> Any:
@@ -147,6 +152,7 @@ def _decompositions() -> Any:
         ops.seq_slice.default: _own_positions,
         ops.seq_linear.default: _linears,
         torch.ops.aten.slice_scatter.default: _slice_scatter,
+        torch.ops.aten.copy.default: _copy,
     }
     for operator, work in ours.items():
         table[operator] = work
