@@ -196,6 +196,20 @@ class Compiled:
         measured = [Bubble(*seconds) for seconds in self._measured]
         return explain(self.compilation, devices_per_node=devices_per_node, measured=measured)
 
+    def html(self) -> str:
+        """The model as layers × stages × ranks, every pass, every weight's strips and the schedule, as a page for a browser: one file of
+        HTML that loads nothing. Needs no process group, and copies no weights.
+        """
+        from tpcompile.inspect.page import page
+
+        return page(self.compilation, self.model)
+
+    def _repr_html_(self) -> str | None:
+        """The page in a frame, for notebooks; None before the first capture."""
+        from tpcompile.inspect.page import embedded
+
+        return embedded(self.html()) if self._compilations else None
+
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Time the training steps inside: `explain()` then says which share of them the pipeline stood idle, beside what it predicts.

@@ -1,0 +1,100 @@
+"""The stages and the ranks that hold them: what each computes, keeps, sends, and when."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tpcompile.collectives.table import RANKS
+from tpcompile.cost import all_flops, evaluate
+from tpcompile.driver import Compilation
+from tpcompile.inspect import grid, memory
+from tpcompile.inspect.calls import AXES, MICROBATCHES, Calls, calls, formula, known, value
+from tpcompile.inspect.fold import spell
+from tpcompile.inspect.grid import Slot
+from tpcompile.inspect.page.lines import state
+from tpcompile.inspect.page.places import Places
+from tpcompile.inspect.page.templates import Packed
+from tpcompile.inspect.page.weights import held_bytes
+from tpcompile.ir import Boundary
+from tpcompile.layout import product
+from tpcompile.text import type_text
+
+
+def costs(compilation: Compilation) -> dict[str, int]:
+    """Forward FLOPs of every value of the program, at the example's sizes."""
+    return {name: evaluate(size, compilation.sizes) for name, size in all_flops(compilation.program).items()}
+
+
+def stages(compilation: Compilation, places: Places, order: Mapping[str, int], flops: Mapping[str, int]) -> list[Packed]:
+    """Every stage: its rank along the pipeline, its parts with their FLOPs, and the bytes on each tensor rank."""
+    program, origins, mesh = compilation.program, compilation.local.origins, compilation.mesh
+    packed = []
+    for stage in compilation.stages:
+        parts = defaultdict[str, int](int)
+        for node in stage.graph.nodes:
+            source = program.sources.get(origins.get(node.name, node.name))
+            if node.op == "call_function" and source is not None:
+                parts[places.of_path(source.path)] += flops.get(origins.get(node.name, node.name), 0)
+        kept = memory.of_stage(compilation, stage)
+        packed.append({
+            "place": compilation.step.place_of(stage.index), "flops": sum(parts.values()),
+            "parts": [[order[part], count] for part, count in parts.items()],
+            "parameters": [sum(held_bytes(compilation, name, rank) for name in stage.parameters) for rank in range(mesh.tp)],
+            "memory": {"parameters": kept.parameters, "gradients": kept.gradients, "moments": kept.optimizer, "most": kept.most},
+            "sends": [_sent(compilation, boundary) for boundary in stage.sends],
+            "unhalved": stage.unhalved,
+        })  # fmt: skip
+    return packed
+
+
+def _sent(compilation: Compilation, boundary: Boundary) -> Packed:
+    """What crosses to the next stage: bytes of tensor rank 0, for one micro-batch."""
+    size = boundary.type.dtype.itemsize * product(boundary.shape(0))
+    return {
+        "name": boundary.name, "type": type_text(boundary.type, boundary.layout), "state": state(boundary.layout),
+        "bytes": evaluate(size, {**compilation.sizes, RANKS: compilation.mesh.tp}), "gradient": boundary.requires_grad,
+    }  # fmt: skip
+
+
+def schedule(compilation: Compilation, own: Sequence[Packed]) -> Packed:
+    """When each rank of the pipeline runs what, in forwards of a mean stage; and the share of time in which ranks stand idle."""
+    step, flops = compilation.step, [stage["flops"] for stage in own]
+    made, unit = grid.slots(step, flops if any(flops) else [1.0] * len(flops)), sum(flops) / len(flops) or 1.0
+    letters = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
+
+    def packed(slot: Slot) -> list[Any]:
+        return [letters[slot.run.work], slot.run.microbatch, slot.run.stage, round(slot.start / unit, 3), round(slot.stop / unit, 3)]
+
+    rows = [[packed(slot) for slot in row] for row in made]
+    return {"name": step.schedule, "microbatches": step.microbatches, "idle": str(grid.bubble(made)), "rows": rows}
+
+
+def traffic(compilation: Compilation) -> Packed:
+    """What a rank hands to the process groups in a step: by axis, direction, stages and call, as formulas and at the example's sizes."""
+    rows: dict[tuple[Calls, tuple[int, ...]], list[int]] = {}
+    for stage in compilation.stages:
+        sizes = known(compilation, stage)
+        for row in calls(compilation, stage):
+            numbers = tuple(value(size, sizes) for size in (row.count, row.bytes, row.sent))
+            rows.setdefault((row, numbers), []).append(stage.index)
+    ordered = sorted(rows.items(), key=lambda item: (AXES.index(item[0][0].axis), item[1]))
+    packed = [
+        {
+            "axis": row.axis, "direction": row.direction, "call": row.call.replace("_", "-"), "stages": spell(map(str, held)),
+            "formulas": [formula(size) for size in (row.count, row.bytes, row.sent)], "numbers": numbers,
+        }
+        for (row, numbers), held in ordered
+    ]  # fmt: skip
+    shown = (*compilation.sizes.items(), (MICROBATCHES, compilation.options.microbatches))
+    return {"at": ", ".join(f"{symbol}={size}" for symbol, size in shown), "rows": packed}
+
+
+def sources(compilation: Compilation, model: Any) -> Iterator[str]:
+    """The source that the ranks of every stage run, without weights."""
+    mesh, found = compilation.mesh, dict[int, str]()
+    for place in range(mesh.pp):
+        program = compilation.rank_program(model, mesh.rank({"pp": place}), "meta")
+        found |= {stage.index: source for stage, source in zip(program.stages, program.sources, strict=True)}
+    yield from (found[stage.index] for stage in compilation.stages)
