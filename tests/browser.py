@@ -25,6 +25,7 @@ class Browser:
         self._read, from_browser = os.pipe()
         own = f"--headless --no-sandbox --disable-gpu --remote-debugging-pipe --user-data-dir={self._profile.name}"
         size = f"--window-size={width},{height} --hide-scrollbars --no-first-run --disable-dev-shm-usage"
+        size += " --disable-features=IsolateSandboxedIframes"  # so that frames can be read too
         # the protocol's pipes are the file descriptors 3 and 4
         command = f'exec "$0" {own} {size} about:blank 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
@@ -88,9 +89,10 @@ class Browser:
         self.call("Page.navigate", url=f"{path.resolve().as_uri()}{address}")
         self.wait('document.readyState === "complete" && location.protocol === "file:"')
 
-    def ask(self, expression: str) -> Any:
-        """The value of an expression in the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+    def ask(self, expression: str, frame: str | None = None) -> Any:
+        """The value of an expression in the page, or in one of its frames."""
+        where = {} if frame is None else {"contextId": self.call("Page.createIsolatedWorld", frameId=frame)["executionContextId"]}
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, **where)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -101,6 +103,10 @@ class Browser:
         while not self.ask(f"Boolean({expression})"):
             assert time.monotonic() < end, f"never true: {expression}\n{self.problems()}"
             time.sleep(0.02)
+
+    def frames(self) -> list[str]:
+        """The frames of the page."""
+        return [child["frame"]["id"] for child in self.call("Page.getFrameTree")["frameTree"].get("childFrames", ())]
 
     def text(self, selector: str) -> str:
         """What the first element that fits shows; "" if none does."""

@@ -6,16 +6,23 @@ const same = (pass) => {
   return before !== null && data.passes[before].graph && data.passes[pass].graph && templates[before].get(state.part) === templates[pass].get(state.part);
 };
 
+let drawn = ""; // what the sides show: where that stays, they stay scrolled as they are
+
 function drawGraph() {
+  const before = document.querySelector(".sides")?.scrollTop ?? 0;
+  const now = JSON.stringify([state.part, state.pass, state.changes, state.find]);
   const emitted = state.pass === EMIT;
   const given = emitted ? data.passes.length - 1 : data.passes[state.pass].before;
   const body = el("div", { class: "sides", tabindex: "0", "aria-label": "before and after" });
   if (emitted) body.append(...emittedSides(given));
   else body.append(...passSides(given));
+  if (body.children.length > 500) body.classList.add("many");
   const view = el("div", { class: "graph" }, graphTop(), body, state.value && dock());
   $("view").replaceChildren(view);
+  if (now === drawn) body.scrollTop = before;
   const chosen = body.querySelector(".line.selected") ?? body.querySelector(".line.found");
-  if (chosen) chosen.scrollIntoView({ block: "center" });
+  if (chosen) chosen.scrollIntoView({ block: now === drawn ? "nearest" : "center" });
+  drawn = now;
 }
 
 function graphTop() {
@@ -180,10 +187,17 @@ function opElements(line) {
 
 const callChip = (sent) => el("span", { class: "chip", title: `${sent.formula} bytes that a rank gives, in one micro-batch`, text: `${sent.call} ${sent.direction === "backward" ? "◂ backward" : "▸ forward"} ${bytes(sent.bytes)}` });
 
-/** A value's name: chosen by a click, and marked wherever it stands while the pointer is on one. */
+/** A value's name: chosen by a click or by Enter, and marked wherever it stands while the pointer is on one. */
 function valueElement(name, kind = "") {
-  const parameter = parameterAt.has(name) ? "parameter " : "";
-  return button({ class: `value ${parameter}${kind}`.trim(), "data-value": name, "data-word": true, title: parameter ? `%${name}` : undefined, text: shown(name, state.part), on: { click: () => select(name) } });
+  const parameter = parameterAt.has(name);
+  return el("span", { class: ["value", parameter && "parameter", kind].filter(Boolean).join(" "), role: "button", tabindex: "0", "data-value": name, "data-word": true, title: parameter ? `%${name}` : undefined, text: shown(name, state.part) });
+}
+
+/** One listener for all values, however many lines there are. */
+function chooseValue(event) {
+  const name = event.target.closest?.("[data-value]")?.dataset.value;
+  if (name === undefined || (event.type === "keydown" && event.key !== "Enter")) return;
+  select(name);
 }
 
 function select(name) {
@@ -214,7 +228,7 @@ function emittedSides(given) {
   const text = data.sources[stage] ?? "";
   const heads = el("div", { class: "heads" }, el("div", {}, "before: ", el("b", { text: passName(given) })), el("div", {}, "after: ", el("b", { text: `stage_${stage}.py` }), "  what its ranks run"));
   const source = el("div", { class: "source line", style: "padding: 0; text-indent: 0" }, ...text.split("\n").map((line, index) => el("div", { class: /^\s*#/.test(line) ? "comment" : undefined, "data-line": index + 1, text: line })));
-  return [heads, el("div", { class: "line-pair", style: "content-visibility: visible" }, el("div", {}, ...lines(given, state.part).map((line) => lineElement(line, "", "", states(given)))), source)];
+  return [heads, el("div", { class: "line-pair" }, el("div", {}, ...lines(given, state.part).map((line) => lineElement(line, "", "", states(given)))), source)];
 }
 
 // -------------------------------------------------------------------------------------------- one value

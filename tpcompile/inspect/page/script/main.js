@@ -17,16 +17,25 @@ function moveTab(event) {
 
 /** Draw all that the state decides; the place of the keyboard, and how far lists are scrolled, stay. */
 function draw() {
-  const focused = document.activeElement?.dataset ?? {};
+  const focused = keyOf(document.activeElement);
   const list = document.querySelector(".list-side")?.scrollTop ?? 0;
   drawOutline();
   drawTabs();
   DRAW[state.view]();
   $("view").setAttribute("aria-labelledby", `tab-${state.view}`);
   document.querySelector(".list-side")?.scrollTo(0, list);
-  for (const key of ["pass", "weight", "rank", "part"]) {
-    if (focused[key] !== undefined) document.querySelector(`button[data-${key}="${CSS.escape(focused[key])}"]`)?.focus({ preventScroll: true });
-  }
+  $("outline").querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
+  if (focused) document.querySelector(focused)?.focus({ preventScroll: true });
+}
+
+/** How to find an element again after all is drawn anew; of a value, where it is used in the same line. */
+function keyOf(element) {
+  if (element?.id) return `#${CSS.escape(element.id)}`;
+  const data = element?.dataset ?? {};
+  const key = ["pass", "weight", "rank", "part", "row", "fold"].find((one) => data[one] !== undefined);
+  if (key) return `button[data-${key}="${CSS.escape(data[key])}"]`;
+  const line = element?.closest?.("[data-name]");
+  return line && data.value !== undefined ? `[data-name="${CSS.escape(line.dataset.name)}"] [data-value="${CSS.escape(data.value)}"]` : null;
 }
 
 function drawHeader() {
@@ -80,6 +89,8 @@ listenToSearch();
 $("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "auto") + 1) % 3]));
 document.addEventListener("keydown", keys);
 document.addEventListener("pointerover", markUses);
+document.addEventListener("click", chooseValue);
+document.addEventListener("keydown", chooseValue);
 window.addEventListener("hashchange", () => {
   readAddress();
   draw();

@@ -72,16 +72,15 @@ function outlineRows(row, stage, total) {
     else opened.add(key);
     drawOutline();
   };
-  const target = row.parts.includes(state.part) ? state.part : first;
-  const head = partRow(target, label, { bar, stage, count: row.parts.length, toggle, open, current: !open && row.parts.includes(state.part) });
+  const head = partRow(row.parts.includes(state.part) ? state.part : first, label, { bar, stage, count: row.parts.length, toggle, open, current: !open && row.parts.includes(state.part) });
   return open ? [head, ...row.parts.map((part) => partRow(part, brief(parts[part]), { inner: true, stage }))] : [head];
 }
 
 function partRow(part, label, { bar, count, toggle, open, inner, stage, current = state.part === part && !open } = {}) {
   const choose = () => go({ part, value: "", weight: "", view: ["graph", "weights"].includes(state.view) ? state.view : "graph" });
-  const fold = toggle ? button({ class: "fold", text: open ? "▾" : "▸", title: "show each layer", "aria-expanded": String(Boolean(open)), on: { click: toggle } }) : el("span", { class: "fold" });
+  const fold = toggle ? button({ class: "fold", "data-fold": `${stage} ${part}`, text: open ? "▾" : "▸", title: "show each layer", "aria-expanded": String(Boolean(open)), on: { click: toggle } }) : el("span", { class: "fold" });
   return el("li", { class: inner ? "row inner" : "row", "aria-current": current ? "true" : undefined, "data-part": parts[part].name, "data-stage": stage },
     fold,
-    button({ class: "part", title: parts[part].label, on: { click: choose } },
+    button({ class: "part", "data-row": `${stage} ${part}`, title: parts[part].label, on: { click: choose } },
       el("span", { class: "label", text: label }), count && el("span", { class: "count", text: `×${count}` }), bar));
 }

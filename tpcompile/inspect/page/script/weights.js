@@ -85,12 +85,12 @@ function matrix(group, cut) {
   const across = cut.dim === group.shape.length - 1 && group.shape.length > 1;
   const size = group.shape[cut.dim];
   const other = elements(group) / size;
-  const long = across ? 470 : 330;
+  const long = across ? 460 : 330;
   const wide = group.shape.length === 1 ? 44 : Math.max(90, Math.min(190, (long * other) / size));
   const left = across ? 4 : 62, top = across ? 30 : 20;
   const width = across ? long : wide, height = across ? wide : long;
   const labels = cut.segments.length > 1 || cut.segments[0][1].includes("·");
-  const drawn = svg("svg", { class: "strips", width: left + width + (across ? 70 : labels ? 260 : 20), height: top + height + (across && labels ? 48 : 16), role: "img", "aria-label": "strips by rank" });
+  const drawn = svg("svg", { class: "strips", width: left + width + (across ? 12 : labels ? 260 : 20), height: top + height + (across && labels ? 48 : 16), role: "img", "aria-label": "strips by rank" });
   const at = (index) => (long * index) / size;
   const box = (from, to, share, of, extra) => (across
     ? svg("rect", { x: left + at(from), width: at(to - from), y: top + (height * share) / of, height: height / of, ...extra })
@@ -119,7 +119,7 @@ function matrix(group, cut) {
     }
     index += length;
   }
-  drawn.append(across ? svg("text", { class: "faint", x: left + width + 6, y: top - 6 }, whole(size)) : svg("text", { class: "faint", x: left - 12, y: top + height, "text-anchor": "end" }, whole(size)));
+  drawn.append(across ? svg("text", { class: "faint", x: left + width, y: top - 6, "text-anchor": "end" }, whole(size)) : svg("text", { class: "faint", x: left - 12, y: top + height, "text-anchor": "end" }, whole(size)));
   return drawn;
 }
 
