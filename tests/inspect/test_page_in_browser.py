@@ -171,6 +171,15 @@ def test_the_model_beside_what_was_captured(show: Callable[..., Browser]) -> Non
     assert row.startswith("%linear_4 = aten.linear(")
 
 
+def test_what_was_found_beside_what_it_is_about(show: Callable[..., Browser]) -> None:
+    page = show("gpt", "#view=graph&part=blocks.1&pass=detect")
+    rows = "[...document.querySelectorAll('.line-pair')].map((one) => [...one.children].map((side) => side.innerText))"
+    assert [right for left, right in page.ask(rows) if left.startswith("%linear_7 ")] == ["%linear_7 ends mlp: columns %linear_6"]
+    page.key("]")
+    assert page.texts(".heads b") == ["detect", "plan"]
+    assert [right for _, right in page.ask(rows)][4:6] == ["mlp is cut over tp: mlp", "    mlp.up.weight [230@tp, 60]"]
+
+
 def test_the_source_of_a_stage(show: Callable[..., Browser]) -> None:
     page = show("gpt", "#view=graph&part=blocks.1&pass=split")
     page.click("[data-pass='emit']")

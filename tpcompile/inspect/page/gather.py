@@ -41,7 +41,7 @@ def gather(compilation: Compilation, model: nn.Module | None = None) -> Packed:
         "parameters": parameters(compilation, places, order),
         "schedule": ranks.schedule(compilation, own),
         "traffic": ranks.traffic(compilation),
-        "whole": [*_left(compilation, compilation.plan.whole), *_left(compilation, compilation.sharded.stretches, "needs all positions: ")],
+        "whole": list(_all_left(compilation)),
         "notes": list(program.notes),
         "sources": list(ranks.sources(compilation, model)) if model is not None else [],
     }
@@ -66,6 +66,13 @@ def _options(compilation: Compilation) -> Iterator[tuple[str, str]]:
     yield "sequence parallel", {"True": "on", "False": "off"}.get(str(options.sequence_parallel), str(options.sequence_parallel))
     yield "precision", options.precision or "the model's"
     yield "recompute", options.recompute
+
+
+def _all_left(compilation: Compilation) -> Iterator[Packed]:
+    """What is not cut where something could be, and what needs all positions of what is."""
+    if compilation.mesh.tp > 1:
+        yield from _left(compilation, compilation.plan.whole)
+        yield from _left(compilation, compilation.sharded.stretches, "needs all positions: ")
 
 
 def _left(compilation: Compilation, items: Iterable[Left], prefix: str = "") -> Iterator[Packed]:

@@ -57,7 +57,8 @@ function passSides(given) {
     el("div", {}, "before: ", el("b", { text: first ? "the model's lines" : passName(given) })),
     el("div", {}, "after: ", el("b", { text: pass.name }), pass.graph ? `  ${after.filter((line) => ["operation", "collective"].includes(line.kind)).length} of ${whole(pass.count)} operations` : ""));
   if (!after.length && !lines(given, state.part).length) return [heads, el("div", { class: "empty", text: "Nothing of this part is here." })];
-  const pairs = first ? userLines(after) : align(lines(given, state.part), after);
+  const before = lines(given, state.part);
+  const pairs = first ? userLines(after) : pass.graph ? align(before, after) : told(before, after, data.passes[given].graph);
   return [heads, ...rowsShown(pairs, states(given), states(state.pass))];
 }
 
@@ -69,6 +70,18 @@ function userLines(after) {
     last = line.source ?? last;
     return { left: source && { kind: "code", source }, right: line, how: "equal" };
   });
+}
+
+/** What a pass found, each beside the value that it is about; where there are no values, two lists. */
+function told(before, after, graph) {
+  if (!graph) return Array.from({ length: Math.max(before.length, after.length) }, (_, place) => ({ left: before[place] ?? null, right: after[place] ?? null, how: "told" }));
+  const about = Map.groupBy(after, (line) => line.tokens[0]?.name);
+  const pairs = before.flatMap((line) => {
+    const found = about.get(line.name) ?? [null];
+    about.delete(line.name);
+    return found.map((right, place) => ({ left: place ? null : line, right, how: right ? "told" : "equal" }));
+  });
+  return [...pairs, ...[...about.values()].flat().map((right) => ({ left: null, right, how: "told" }))];
 }
 
 /** Pairs of lines in order. Lines of the same value are a pair where their order is kept; others face what stands in the same gap. */
@@ -132,7 +145,7 @@ function rowsShown(pairs, before, after) {
 }
 
 function side(line, pair, word, mark, known) {
-  if (!line) return el("div", { class: pair.how === "equal" ? "line" : "line void" });
+  if (!line) return el("div", { class: ["equal", "told"].includes(pair.how) ? "line" : "line void" });
   const how = pair.how === "differs" ? word : pair.how === "changed" ? "changed" : "";
   return lineElement(line, how, how === word ? mark : how ? "~" : "", known);
 }

@@ -57,7 +57,7 @@ function lanes(group, width, height) {
     return drawn;
   }
   const size = group.shape[cut.dim], high = height / data.mesh.tp;
-  cut.ranks.forEach((own, rank) => own.forEach(([from, to]) => drawn.append(svg("rect", { class: "own", x: (width * from) / size, width: Math.max((width * (to - from)) / size, 0.5), y: rank * high, height: Math.max(high - 0.5, 0.5), vars: { "--h": hue(rank) } }))));
+  cut.ranks.forEach((own, rank) => own.forEach(([from, to]) => drawn.append(svg("rect", { class: "own", x: (width * from) / size, width: Math.max((width * (to - from)) / size, 0.5), y: rank * high, height: high > 2 ? high - 0.5 : Math.max(high, 1), vars: { "--h": hue(rank) } }))));
   return drawn;
 }
 
