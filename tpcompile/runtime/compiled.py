@@ -198,7 +198,7 @@ class Compiled:
 
     def html(self) -> str:
         """The model as layers × stages × ranks, every pass, every weight's strips and the schedule, as a page for a browser: one file of
-        HTML that loads nothing. Needs no process group, and copies no weights.
+        HTML that loads nothing. Needs no process group, and keeps no copies of weights.
         """
         from tpcompile.inspect.page import page
 

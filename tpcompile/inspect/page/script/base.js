@@ -73,11 +73,20 @@ const number = (index) => parts[index].number ?? 0;
 /** Per pass, the template of each part. */
 const templates = data.passes.map((pass) => new Map(pass.parts));
 
-/** The last name of a path, with its stack: model.layers.5 → layers.5. */
-function brief(part) {
-  const names = part.label.split(".");
-  return part.number === undefined ? names.at(-1) : names.slice(-2).join(".");
-}
+/** The end of a part's path, as much of it as no other part ends with: model.layers.5 → layers.5. */
+const briefs = (() => {
+  const ends = (part) => {
+    const names = part.label.split(".");
+    return names.map((_, from) => names.slice(from).join(".")).reverse().slice(part.number === undefined ? 0 : 1);
+  };
+  const count = new Map();
+  for (const part of parts) for (const end of ends(part)) count.set(end, (count.get(end) ?? 0) + 1);
+  return parts.map((part) => ends(part).find((end) => count.get(end) === 1) ?? part.label);
+})();
+const brief = (part) => briefs[part.index];
+
+/** A layer's stack, as brief. */
+const stackOf = (part) => brief(part).slice(0, brief(part).lastIndexOf("."));
 
 /** Parameters by the names of their placeholders, and by their names in the model. */
 const parameterAt = new Map();

@@ -65,8 +65,7 @@ function outlineRows(row, stage, total) {
   if (row.parts.length === 1) return [partRow(first, brief(parts[first]), { bar, stage })];
   const key = `${stage} ${first}`;
   const open = opened.has(key);
-  const stack = brief(parts[first]).split(".")[0];
-  const label = `${stack}.${parts[first].number}–${parts[row.parts.at(-1)].number}`;
+  const label = `${stackOf(parts[first])}.${parts[first].number}–${parts[row.parts.at(-1)].number}`;
   const toggle = () => {
     if (open) opened.delete(key);
     else opened.add(key);

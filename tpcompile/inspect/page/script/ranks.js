@@ -27,7 +27,7 @@ function drawModel() {
   data.stages.forEach((stage, index) => {
     table.append(el("tr", { "data-stage": index },
       el("td", {}, el("b", { text: index }), el("span", { class: "dim", text: data.stages.length > mesh.pp ? ` on pp ${stage.place}` : "" })),
-      el("td", {}, el("div", { class: "cells" }, ...rowsOf(index).flatMap((row) => row.parts.map(partCell)))),
+      el("td", {}, el("div", { class: "cells" }, ...cellsOf(index))),
       el("td", { class: "sent" }, ...stage.sends.map(crossing)),
       el("td", { class: "number", text: percent(stage.flops / total) }),
       el("td", {}, el("div", { class: "ranks" }, ...stage.parameters.map((size, tp) => rankCell(stage, tp, size, here, most)))),
@@ -41,6 +41,19 @@ const shareCut = parts.map((part) => {
   const size = own.reduce((sum, group) => sum + elements(group), 0);
   return size ? own.filter((group) => group.cuts?.length).reduce((sum, group) => sum + elements(group), 0) / size : 0;
 });
+
+const stacks = new Set(parts.filter((part) => part.number !== undefined).map(stackOf));
+
+/** The parts of a stage; where the model has several stacks of layers, each run of these has its stack's name before it. */
+function cellsOf(stage) {
+  let last = "";
+  return rowsOf(stage).flatMap((row) => row.parts).flatMap((part) => {
+    const stack = stacks.size > 1 && parts[part].number !== undefined ? stackOf(parts[part]) : "";
+    const name = stack && stack !== last ? [el("span", { class: "stack", text: stack })] : [];
+    last = stack;
+    return [...name, partCell(part)];
+  });
+}
 
 function partCell(part) {
   const { label } = parts[part];
