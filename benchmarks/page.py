@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if CHROMIUM is None:
         sys.exit("no Chromium is installed: apt-get install chromium")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, Browser(1240, 700) as browser:
+    with tempfile.TemporaryDirectory() as folder, Browser(1240, 620) as browser:
         for name in args.models.split(","):
             file = write(name, Path(folder))
             times = [load(browser, file) for _ in range(LOADS)]

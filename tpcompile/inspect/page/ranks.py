@@ -17,7 +17,7 @@ from tpcompile.inspect.page.lines import state
 from tpcompile.inspect.page.places import Places
 from tpcompile.inspect.page.templates import Packed
 from tpcompile.inspect.page.weights import held_bytes
-from tpcompile.ir import Boundary
+from tpcompile.ir import Boundary, Stage
 from tpcompile.layout import product
 from tpcompile.text import type_text
 
@@ -29,24 +29,36 @@ def costs(compilation: Compilation) -> dict[str, int]:
 
 def stages(compilation: Compilation, places: Places, order: Mapping[str, int], flops: Mapping[str, int]) -> list[Packed]:
     """Every stage: its rank along the pipeline, its parts with their FLOPs, and the bytes on each tensor rank."""
-    program, origins, mesh = compilation.program, compilation.local.origins, compilation.mesh
+    mesh, done = compilation.mesh, defaultdict[str, set[str]](set)
     packed = []
     for stage in compilation.stages:
-        parts = defaultdict[str, int](int)
-        for node in stage.graph.nodes:
-            source = program.sources.get(origins.get(node.name, node.name))
-            if node.op == "call_function" and source is not None:
-                parts[places.of_path(source.path)] += flops.get(origins.get(node.name, node.name), 0)
+        parts = _parts(compilation, places, stage, done, flops)
         kept = memory.of_stage(compilation, stage)
         packed.append({
-            "place": compilation.step.place_of(stage.index), "flops": sum(parts.values()),
-            "parts": [[order[part], count] for part, count in parts.items()],
+            "place": compilation.step.place_of(stage.index), "flops": sum(count for _, count, _ in parts),
+            "parts": [[order[part], count, again] for part, count, again in parts],
             "parameters": [sum(held_bytes(compilation, name, rank) for name in stage.parameters) for rank in range(mesh.tp)],
             "memory": {"parameters": kept.parameters, "gradients": kept.gradients, "moments": kept.optimizer, "most": kept.most},
             "sends": [_sent(compilation, boundary) for boundary in stage.sends],
             "unhalved": stage.unhalved,
         })  # fmt: skip
     return packed
+
+
+def _parts(
+    compilation: Compilation, places: Places, stage: Stage, done: dict[str, set[str]], flops: Mapping[str, int]
+) -> list[tuple[str, int, bool]]:
+    """The parts that a stage runs, in order: with their FLOPs, and whether stages before it have `done` all of this too."""
+    program, origins = compilation.program, compilation.local.origins
+    own = defaultdict[str, list[str]](list)
+    for node in stage.graph.nodes:
+        name = origins.get(node.name, node.name)
+        if node.op == "call_function" and name in program.sources:
+            own[places.of_path(program.sources[name].path)].append(name)
+    found = [(part, sum(flops.get(name, 0) for name in names), done[part].issuperset(names)) for part, names in own.items()]
+    for part, names in own.items():
+        done[part].update(names)
+    return found
 
 
 def _sent(compilation: Compilation, boundary: Boundary) -> Packed:

@@ -9,11 +9,11 @@ const kindOf = parts.map((part) => {
   return kinds.get(key);
 });
 
-/** The rows of a stage: parts, and runs of equal layers. A part without compute is shown where it comes first. */
+/** The rows of a stage: parts, and runs of equal layers. What stages before it compute too, such as a mask, is shown there. */
 function rowsOf(stage) {
   const rows = [];
-  for (const [part, flops] of data.stages[stage].parts) {
-    if (!flops && stagesOf(part)[0] !== stage) continue;
+  for (const [part, flops, again] of data.stages[stage].parts) {
+    if (again) continue;
     const last = rows.at(-1);
     const before = last?.parts.at(-1);
     const follows = before !== undefined && parts[part].number !== undefined && parts[part].number === parts[before].number + 1;

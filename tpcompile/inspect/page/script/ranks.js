@@ -21,7 +21,7 @@ function drawModel() {
   } } }), el("span", { class: "dim", text: `of ${mesh.dp}; all hold the same parameters${data.options["data parallel"] === "ddp" ? "" : `, shared out by ${data.options["data parallel"]}`}` }));
   const head = el("div", { class: "row-of", style: "margin-bottom: 8px" }, el("h2", { text: "Layers, stages and ranks" }), replica || null,
     el("span", { class: "legend", style: "margin-left: auto" }, el("span", {}, el("i", { class: "cut" }), "share of its parameters that is cut"), el("span", {}, el("i", { style: "color: var(--line)" }), "whole on every tensor rank")));
-  const table = el("table", { class: "stages", id: "stages" }, el("tr", {}, ...["stage", "layers, in order", "sends on", "compute", mesh.tp > 1 ? "parameters on each tensor rank" : "parameters", "state in a step"].map((text, place) => el("th", { text, class: place === 3 || place === 5 ? "number" : undefined }))));
+  const table = el("table", { class: "stages", id: "stages" }, el("tr", {}, ...["stage", "layers, in order", "sends on", "compute, state", mesh.tp > 1 ? "ranks, and the parameters on each" : "rank, and its parameters"].map((text, place) => el("th", { text, class: place === 3 ? "number" : undefined }))));
   const total = data.stages.reduce((sum, stage) => sum + stage.flops, 0) || 1;
   const most = Math.max(...data.stages.flatMap((stage) => stage.parameters));
   data.stages.forEach((stage, index) => {
@@ -29,9 +29,8 @@ function drawModel() {
       el("td", {}, el("b", { text: index }), el("span", { class: "dim", text: data.stages.length > mesh.pp ? ` on pp ${stage.place}` : "" })),
       el("td", {}, el("div", { class: "cells" }, ...cellsOf(index))),
       el("td", { class: "sent" }, ...stage.sends.map(crossing)),
-      el("td", { class: "number", text: percent(stage.flops / total) }),
-      el("td", {}, el("div", { class: "ranks" }, ...stage.parameters.map((size, tp) => rankCell(stage, tp, size, here, most)))),
-      el("td", { class: "number", title: "parameters, gradients and two moments, and what is gathered besides; without activations", text: bytes(stage.memory.most) })));
+      el("td", { class: "number", title: "share of the forward FLOPs; bytes of parameters, gradients, two moments and what is gathered besides, without activations" }, percent(stage.flops / total), el("small", { class: "dim", text: bytes(stage.memory.most, 3) })),
+      el("td", {}, el("div", { class: "ranks" }, ...stage.parameters.map((size, tp) => rankCell(stage, tp, size, here, most))))));
   });
   $("view").replaceChildren(el("div", { class: "pad" }, head, table, el("div", { class: "two" }, rankFacts(here), compiledHow()), ...leftWhole()));
 }
@@ -63,7 +62,7 @@ function partCell(part) {
 
 function rankCell(stage, tp, size, here, most) {
   const rank = rankAt({ dp: here.dp, pp: stage.place, tp });
-  return button({ class: data.mesh.tp > 8 ? "rank narrow" : "rank", "aria-pressed": String(rank === state.rank), "data-rank": rank, title: `rank ${rank}: dp ${here.dp}, pp ${stage.place}, tp ${tp}; ${bytes(size)} of parameters, ${percent(size / most)} of the most`, vars: { "--h": hue(tp) }, on: { click: () => go({ rank }) } }, el("small", { text: `rank ${rank}` }), el("b", { text: bytes(size, 3) }));
+  return button({ class: data.mesh.tp > 8 ? "rank narrow" : "rank", "aria-pressed": String(rank === state.rank), "data-rank": rank, title: `rank ${rank}: dp ${here.dp}, pp ${stage.place}, tp ${tp}; ${bytes(size)} of parameters, ${percent(size / most)} of the most`, vars: { "--h": hue(tp) }, on: { click: () => go({ rank }) } }, el("small", { text: rank }), el("b", { text: bytes(size, 3) }));
 }
 
 /** What a stage hands to the next one, for each micro-batch. */

@@ -90,7 +90,8 @@ function matrix(group, cut) {
   const left = across ? 4 : 62, top = across ? 30 : 20;
   const width = across ? long : wide, height = across ? wide : long;
   const labels = cut.segments.length > 1 || cut.segments[0][1].includes("·");
-  const drawn = svg("svg", { class: "strips", width: left + width + (across ? 12 : labels ? 260 : 20), height: top + height + (across && labels ? 48 : 16), role: "img", "aria-label": "strips by rank" });
+  const [full, high] = [left + width + (across ? 12 : labels ? 260 : 20), top + height + (across && labels ? 48 : 16)];
+  const drawn = svg("svg", { class: "strips", width: full, viewBox: `0 0 ${full} ${high}`, role: "img", "aria-label": "strips by rank" });
   const at = (index) => (long * index) / size;
   const box = (from, to, share, of, extra) => (across
     ? svg("rect", { x: left + at(from), width: at(to - from), y: top + (height * share) / of, height: height / of, ...extra })
