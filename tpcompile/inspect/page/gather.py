@@ -43,8 +43,15 @@ def gather(compilation: Compilation, model: nn.Module | None = None) -> Packed:
         "traffic": ranks.traffic(compilation),
         "whole": list(_all_left(compilation)),
         "notes": list(program.notes),
-        "sources": list(ranks.sources(compilation, model)) if model is not None else [],
+        **(_sources(compilation, model) if model is not None else {"code": [], "sources": []}),
     }
+
+
+def _sources(compilation: Compilation, model: nn.Module) -> Packed:
+    """The lines of all stages' sources, each once, and which of them each source has: those of equal layers are in many."""
+    code = dict[str, int]()
+    sources = [[code.setdefault(line, len(code)) for line in source.split("\n")] for source in ranks.sources(compilation, model)]
+    return {"code": list(code), "sources": sources}
 
 
 def _numbers(parts: Iterable[str], layers: Iterable[str]) -> Iterator[tuple[str, int]]:

@@ -238,9 +238,8 @@ function markUses(event) {
 function emittedSides(given) {
   const stages = stagesOf(state.part);
   const stage = stages.at(-1) ?? 0;
-  const text = data.sources[stage] ?? "";
   const heads = el("div", { class: "heads" }, el("div", {}, "before: ", el("b", { text: passName(given) })), el("div", {}, "after: ", el("b", { text: `stage_${stage}.py` }), "  what its ranks run"));
-  const source = el("div", { class: "source line", style: "padding: 0; text-indent: 0" }, ...text.split("\n").map((line, index) => el("div", { class: /^\s*#/.test(line) ? "comment" : undefined, "data-line": index + 1, text: line })));
+  const source = el("div", { class: "source line", style: "padding: 0; text-indent: 0" }, ...(data.sources[stage] ?? []).map((place) => data.code[place]).map((line, index) => el("div", { class: /^\s*#/.test(line) ? "comment" : undefined, "data-line": index + 1, text: line })));
   return [heads, el("div", { class: "line-pair" }, el("div", {}, ...lines(given, state.part).map((line) => lineElement(line, "", "", states(given)))), source)];
 }
 
