@@ -35,14 +35,24 @@ const button = (given, ...children) => el("button", { type: "button", ...given }
 const whole = (number) => number.toLocaleString("en-US");
 
 function bytes(size, digits = 4) {
-  for (const [unit, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
+  for (const [unit, name] of [
+    [2 ** 40, "TiB"],
+    [2 ** 30, "GiB"],
+    [2 ** 20, "MiB"],
+    [2 ** 10, "KiB"],
+  ]) {
     if (size >= unit) return `${Number((size / unit).toPrecision(digits))} ${name}`;
   }
   return `${size} B`;
 }
 
 function short(number) {
-  for (const [unit, name] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
+  for (const [unit, name] of [
+    [1e12, "T"],
+    [1e9, "B"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
     if (number >= unit) return `${Number((number / unit).toPrecision(4))} ${name}`;
   }
   return String(number);
@@ -77,7 +87,10 @@ const templates = data.passes.map((pass) => new Map(pass.parts));
 const briefs = (() => {
   const ends = (part) => {
     const names = part.label.split(".");
-    return names.map((_, from) => names.slice(from).join(".")).reverse().slice(part.number === undefined ? 0 : 1);
+    return names
+      .map((_, from) => names.slice(from).join("."))
+      .reverse()
+      .slice(part.number === undefined ? 0 : 1);
   };
   const count = new Map();
   for (const part of parts) for (const end of ends(part)) count.set(end, (count.get(end) ?? 0) + 1);
@@ -117,11 +130,14 @@ function lines(pass, part) {
     if (linesMade.size > 400) linesMade.clear();
     const { names, lines: packed } = data.templates[template];
     const known = names.map((entry) => spell(entry, number(part)));
-    linesMade.set(key, packed.map((line) => ({
-      ...line,
-      name: line.name === undefined ? "" : known[line.name],
-      tokens: (line.tokens ?? []).map((token) => (typeof token === "string" ? token : { name: known[token] })),
-    })));
+    linesMade.set(
+      key,
+      packed.map((line) => ({
+        ...line,
+        name: line.name === undefined ? "" : known[line.name],
+        tokens: (line.tokens ?? []).map((token) => (typeof token === "string" ? token : { name: known[token] })),
+      })),
+    );
   }
   return linesMade.get(key);
 }
@@ -142,7 +158,7 @@ function states(pass) {
 
 /** A line as text: what is compared, and what is searched. */
 const textOf = (line) =>
-  `${line.name} ${line.op ?? ""} ${line.tokens.map((token) => (typeof token === "string" ? token : `%${token.name}`)).join("")} ${line.type ?? ""}`;
+  [line.name, line.op, ...line.tokens.map((token) => (typeof token === "string" ? token : `%${token.name}`)), line.type].join(" ");
 
 const lineLabel = (source) => `${source[0].split("/").at(-1)}:${source[1]}`;
 
@@ -150,8 +166,22 @@ const lineLabel = (source) => `${source[0].split("/").at(-1)}:${source[1]}`;
 
 const VIEWS = ["model", "graph", "weights", "schedule", "traffic"];
 const graphPasses = data.passes.map((pass, index) => index).filter((index) => data.passes[index].graph);
-const firstPass = () => Math.max(data.passes.findIndex((pass) => pass.name === "rewrite"), 0);
-const state = { view: "model", part: parts.find((part) => part.number !== undefined)?.index ?? 0, pass: firstPass(), value: "", changes: false, weight: "", rank: 0, all: false, find: "" };
+const firstPass = () =>
+  Math.max(
+    data.passes.findIndex((pass) => pass.name === "rewrite"),
+    0,
+  );
+const state = {
+  view: "model",
+  part: parts.find((part) => part.number !== undefined)?.index ?? 0,
+  pass: firstPass(),
+  value: "",
+  changes: false,
+  weight: "",
+  rank: 0,
+  all: false,
+  find: "",
+};
 
 const EMIT = data.passes.length; // the place of the source in the row of passes
 const passName = (index) => (index === EMIT ? "emit" : data.passes[index].name);

@@ -4,7 +4,19 @@ const TITLES = { model: "Model", graph: "Graph", weights: "Weights", schedule: "
 const DRAW = { model: drawModel, graph: drawGraph, weights: drawWeights, schedule: drawSchedule, traffic: drawTraffic };
 
 function drawTabs() {
-  $("tabs").replaceChildren(...VIEWS.map((view) => button({ role: "tab", id: `tab-${view}`, text: TITLES[view], "aria-selected": String(state.view === view), "aria-controls": "view", tabindex: state.view === view ? "0" : "-1", on: { click: () => go({ view }), keydown: moveTab } })));
+  $("tabs").replaceChildren(
+    ...VIEWS.map((view) =>
+      button({
+        role: "tab",
+        id: `tab-${view}`,
+        text: TITLES[view],
+        "aria-selected": String(state.view === view),
+        "aria-controls": "view",
+        tabindex: state.view === view ? "0" : "-1",
+        on: { click: () => go({ view }), keydown: moveTab },
+      }),
+    ),
+  );
 }
 
 function moveTab(event) {
@@ -35,14 +47,23 @@ function keyOf(element) {
   const key = ["pass", "weight", "rank", "part", "row", "fold"].find((one) => data[one] !== undefined);
   if (key) return `button[data-${key}="${CSS.escape(data[key])}"]`;
   const line = element?.closest?.("[data-name]");
-  return line && data.value !== undefined ? `[data-name="${CSS.escape(line.dataset.name)}"] [data-value="${CSS.escape(data.value)}"]` : null;
+  return line && data.value !== undefined
+    ? `[data-name="${CSS.escape(line.dataset.name)}"] [data-value="${CSS.escape(data.value)}"]`
+    : null;
 }
 
 function drawHeader() {
   $("title").textContent = data.model;
   const { mesh } = data;
-  const sizes = Object.entries(data.sizes).map(([name, size]) => `${name}=${size}`).join(", ");
-  const facts = [["mesh", mesh.text], ["ranks", whole(mesh.size)], ["parameters", short(data.elements)], ...(sizes ? [["micro-batch", sizes]] : [])];
+  const sizes = Object.entries(data.sizes)
+    .map(([name, size]) => `${name}=${size}`)
+    .join(", ");
+  const facts = [
+    ["mesh", mesh.text],
+    ["ranks", whole(mesh.size)],
+    ["parameters", short(data.elements)],
+    ...(sizes ? [["micro-batch", sizes]] : []),
+  ];
   $("facts").replaceChildren(...facts.map(([name, value]) => el("span", {}, `${name} `, el("b", { text: value }))));
 }
 

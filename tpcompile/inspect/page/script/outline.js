@@ -26,14 +26,17 @@ function rowsOf(stage) {
 }
 
 const stageParts = new Map();
-data.stages.forEach((stage, index) => stage.parts.forEach(([part, flops]) => {
-  if (!stageParts.has(part)) stageParts.set(part, []);
-  stageParts.get(part).push([index, flops]);
-}));
+data.stages.forEach((stage, index) =>
+  stage.parts.forEach(([part, flops]) => {
+    if (!stageParts.has(part)) stageParts.set(part, []);
+    stageParts.get(part).push([index, flops]);
+  }),
+);
 const stagesOf = (part) => (stageParts.get(part) ?? []).map(([stage]) => stage);
 
 /** All layers that are equal to a part, itself too. */
-const equals = (part) => (parts[part].number === undefined ? [part] : parts.filter((other) => kindOf[other.index] === kindOf[part]).map((other) => other.index));
+const equals = (part) =>
+  parts[part].number === undefined ? [part] : parts.filter((other) => kindOf[other.index] === kindOf[part]).map((other) => other.index);
 
 function ranges(numbers) {
   const runs = [];
@@ -61,7 +64,11 @@ function drawOutline() {
 
 function outlineRows(row, stage, total) {
   const first = row.parts[0];
-  const bar = el("span", { class: "bar", title: `${short(row.flops)}FLOPs forward` }, el("i", { vars: { width: `${(100 * row.flops) / total}%` } }));
+  const bar = el(
+    "span",
+    { class: "bar", title: `${short(row.flops)}FLOPs forward` },
+    el("i", { vars: { width: `${(100 * row.flops) / total}%` } }),
+  );
   if (row.parts.length === 1) return [partRow(first, brief(parts[first]), { bar, stage })];
   const key = `${stage} ${first}`;
   const open = opened.has(key);
@@ -71,15 +78,43 @@ function outlineRows(row, stage, total) {
     else opened.add(key);
     drawOutline();
   };
-  const head = partRow(row.parts.includes(state.part) ? state.part : first, label, { bar, stage, count: row.parts.length, toggle, open, current: !open && row.parts.includes(state.part) });
+  const head = partRow(row.parts.includes(state.part) ? state.part : first, label, {
+    bar,
+    stage,
+    count: row.parts.length,
+    toggle,
+    open,
+    current: !open && row.parts.includes(state.part),
+  });
   return open ? [head, ...row.parts.map((part) => partRow(part, brief(parts[part]), { inner: true, stage }))] : [head];
 }
 
 function partRow(part, label, { bar, count, toggle, open, inner, stage, current = state.part === part && !open } = {}) {
   const choose = () => go({ part, value: "", weight: "", view: ["graph", "weights"].includes(state.view) ? state.view : "graph" });
-  const fold = toggle ? button({ class: "fold", "data-fold": `${stage} ${part}`, text: open ? "▾" : "▸", title: "show each layer", "aria-expanded": String(Boolean(open)), on: { click: toggle } }) : el("span", { class: "fold" });
-  return el("li", { class: inner ? "row inner" : "row", "aria-current": current ? "true" : undefined, "data-part": parts[part].name, "data-stage": stage },
+  const fold = toggle
+    ? button({
+        class: "fold",
+        "data-fold": `${stage} ${part}`,
+        text: open ? "▾" : "▸",
+        title: "show each layer",
+        "aria-expanded": String(Boolean(open)),
+        on: { click: toggle },
+      })
+    : el("span", { class: "fold" });
+  return el(
+    "li",
+    {
+      class: inner ? "row inner" : "row",
+      "aria-current": current ? "true" : undefined,
+      "data-part": parts[part].name,
+      "data-stage": stage,
+    },
     fold,
-    button({ class: "part", "data-row": `${stage} ${part}`, title: parts[part].label, on: { click: choose } },
-      el("span", { class: "label", text: label }), count && el("span", { class: "count", text: `×${count}` }), bar));
+    button(
+      { class: "part", "data-row": `${stage} ${part}`, title: parts[part].label, on: { click: choose } },
+      el("span", { class: "label", text: label }),
+      count && el("span", { class: "count", text: `×${count}` }),
+      bar,
+    ),
+  );
 }

@@ -12,7 +12,9 @@ const rank = (name, asked) => (name === asked ? 0 : name.startsWith(asked) ? 1 :
 
 function findParts(asked) {
   const found = parts.filter((part) => part.name.toLowerCase().includes(asked));
-  return found.sort((a, b) => rank(a.name.toLowerCase(), asked) - rank(b.name.toLowerCase(), asked)).slice(0, MOST / 2)
+  return found
+    .sort((a, b) => rank(a.name.toLowerCase(), asked) - rank(b.name.toLowerCase(), asked))
+    .slice(0, MOST / 2)
     .map((part) => ({ kind: "part", name: part.name, where: "", go: { part: part.index, view: "graph", value: "", find: "" } }));
 }
 
@@ -21,7 +23,12 @@ function findParameters(asked) {
   const found = [];
   for (const group of data.parameters) {
     const all = group.placeholders.map((one) => parameterAt.get(one));
-    const hits = all.filter((one) => one.full.toLowerCase().includes(asked) || group.placeholders[one.place].toLowerCase().includes(asked) || group.twins?.some((twin) => twin.toLowerCase().includes(asked)));
+    const hits = all.filter(
+      (one) =>
+        one.full.toLowerCase().includes(asked) ||
+        group.placeholders[one.place].toLowerCase().includes(asked) ||
+        group.twins?.some((twin) => twin.toLowerCase().includes(asked)),
+    );
     if (!hits.length) continue;
     const exact = hits.length < all.length ? hits : [hits.find((one) => one.part === state.part) ?? hits[0]];
     for (const one of exact.slice(0, 4)) {
@@ -48,13 +55,22 @@ function findValues(asked) {
       for (const line of packed) {
         if (line.name === undefined || line.kind === "parameter") continue;
         const name = spell(names[line.name], number(part.index));
-        if (!found.has(name) && name.toLowerCase().includes(asked)) found.set(name, { kind: "value", name: `%${name}`, where: `${part.label}${pass === now ? "" : `, ${passName(pass)}`}`, go: { view: "graph", part: part.index, pass, value: name, find: "" } });
+        if (!found.has(name) && name.toLowerCase().includes(asked))
+          found.set(name, {
+            kind: "value",
+            name: `%${name}`,
+            where: `${part.label}${pass === now ? "" : `, ${passName(pass)}`}`,
+            go: { view: "graph", part: part.index, pass, value: name, find: "" },
+          });
       }
       if (found.size > 400) break;
     }
     if (found.size >= MOST) break;
   }
-  return [...found].sort(([a], [b]) => rank(a.toLowerCase(), asked) - rank(b.toLowerCase(), asked) || a.length - b.length).slice(0, MOST).map(([, one]) => one);
+  return [...found]
+    .sort(([a], [b]) => rank(a.toLowerCase(), asked) - rank(b.toLowerCase(), asked) || a.length - b.length)
+    .slice(0, MOST)
+    .map(([, one]) => one);
 }
 
 /** Operations, with how often the pass that is shown has them; chosen, all of them are marked. */
@@ -72,8 +88,15 @@ function findOperations(asked) {
       counts.set(line.op, known);
     }
   }
-  return [...counts].sort(([, a], [, b]) => b.count - a.count).slice(0, MOST)
-    .map(([op, { count, part }]) => ({ kind: "operation", name: op, where: `${whole(count)} after ${passName(pass)}`, go: { view: "graph", part, pass, value: "", find: op } }));
+  return [...counts]
+    .sort(([, a], [, b]) => b.count - a.count)
+    .slice(0, MOST)
+    .map(([op, { count, part }]) => ({
+      kind: "operation",
+      name: op,
+      where: `${whole(count)} after ${passName(pass)}`,
+      go: { view: "graph", part, pass, value: "", find: op },
+    }));
 }
 
 /** The user's lines, by their text or as file:line. */
@@ -93,7 +116,8 @@ function place(source) {
   for (const pass of [now, 0]) {
     for (const part of [parts[state.part], ...parts]) {
       const template = templates[pass].get(part.index);
-      const line = template === undefined ? undefined : data.templates[template].lines.find((one) => one.source === source && one.name !== undefined);
+      const line =
+        template === undefined ? undefined : data.templates[template].lines.find((one) => one.source === source && one.name !== undefined);
       if (line) return { part: part.index, pass, value: spell(data.templates[template].names[line.name], number(part.index)) };
     }
   }
@@ -102,10 +126,12 @@ function place(source) {
 
 // ------------------------------------------------------------------------------------------------- the box
 
-let results = [], chosen = 0;
+let results = [],
+  chosen = 0;
 
 function drawResults() {
-  const query = $("query"), list = $("results");
+  const query = $("query"),
+    list = $("results");
   results = find(query.value);
   chosen = 0;
   const none = !results.length && query.value.trim();
@@ -118,9 +144,24 @@ function drawResults() {
 function resultRow(result, index) {
   const asked = $("query").value.trim().toLowerCase().replace(/^%/, "");
   const start = result.name.toLowerCase().indexOf(asked);
-  const name = start < 0 ? [result.name] : [result.name.slice(0, start), el("mark", { text: result.name.slice(start, start + asked.length) }), result.name.slice(start + asked.length)];
-  return el("li", { role: "option", id: `result-${index}`, on: { mousedown: (event) => event.preventDefault(), click: () => take(index), pointermove: () => point_at(index) } },
-    el("span", { class: "what", text: result.kind }), el("span", {}, el("code", {}, ...name), el("span", { class: "where", text: result.where })));
+  const name =
+    start < 0
+      ? [result.name]
+      : [
+          result.name.slice(0, start),
+          el("mark", { text: result.name.slice(start, start + asked.length) }),
+          result.name.slice(start + asked.length),
+        ];
+  return el(
+    "li",
+    {
+      role: "option",
+      id: `result-${index}`,
+      on: { mousedown: (event) => event.preventDefault(), click: () => take(index), pointermove: () => point_at(index) },
+    },
+    el("span", { class: "what", text: result.kind }),
+    el("span", {}, el("code", {}, ...name), el("span", { class: "where", text: result.where })),
+  );
 }
 
 function point_at(index) {
