@@ -267,3 +267,9 @@ def test_the_parts_of_the_page_are_installed() -> None:
     installed = {file for pattern in patterns for file in package.glob(pattern)}
     own = {file for file in (package / "inspect" / "page").rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
     assert own and own <= installed
+
+
+def test_the_pictures_of_the_documentation() -> None:
+    pictures = re.findall(r"!\[[^]]+\]\((page/\w+\.png)\)", (ROOT / "docs" / "inspect.md").read_text())
+    assert sorted(pictures) == sorted(f"page/{file.name}" for file in (ROOT / "docs" / "page").iterdir())
+    assert all((ROOT / "docs" / picture).stat().st_size < 200_000 for picture in pictures)
