@@ -16,7 +16,8 @@ from tpcompile.inspect.page.gather import gather
 
 __all__ = ["embedded", "page"]
 
-SCRIPTS = tuple(f"script/{name}.js" for name in ("base", "outline", "align", "value", "graph", "weights", "ranks", "schedule", "search", "main"))
+VIEWS = ("base", "outline", "align", "value", "graph", "weights", "ranks", "schedule", "search", "main")
+SCRIPTS = tuple(f"script/{name}.js" for name in VIEWS)
 """In the order in which they are joined."""
 
 
