@@ -55,7 +55,7 @@ def test_inspect_prints_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
 def test_inspect_needs_a_model_and_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", GPT, "--mesh", "tp=2"]) == 2
     assert capsys.readouterr().err == (
-        "tpcompile: --pass not given\n  at   tpcompile inspect\n  fix  give all of MODEL, --mesh, and --pass or --html, or --rules alone\n"
+        "tpcompile: --pass not given\n  at   tpcompile inspect\n  fix  give all of MODEL, --mesh and --pass, or --rules alone\n"
     )
 
 

@@ -33,13 +33,13 @@ def parser() -> argparse.ArgumentParser:
     plan = command.add("plan", _plan, "print what would be cut, how, and what stays whole and why")
     _model(plan)
     _training(plan)
-    inspect = command.add("inspect", _inspect, "print the graph after a pass or the rules of all operations, or write a page of everything")
+    inspect = command.add("inspect", _inspect, "print the graph after a pass, or the rules of all operations")
     _model(inspect, needed=False)
     _training(inspect)
     inspect.add_argument("--pass", dest="after", metavar="NAME", help="capture, normalize, …; a wrong name lists them")
-    inspect.add_argument("--html", metavar="FILE", help="write the page of the whole compilation: one file, for any browser")
     inspect.add_argument("--rules", action="store_true", help="print what every operation does to a cut; needs no model")
     inspect.add_argument("--rank", type=int, help="print the numbers and the source of this rank (with --pass emit)")
+    inspect.add_argument("--html", metavar="FILE", help="write a page of everything instead: one file, for any browser")
     emit = command.add("emit", _emit, "write the programs of all ranks to a folder")
     _model(emit)
     emit.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one that a program was written to")
@@ -171,20 +171,14 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.rules:
         print(operations(), end="")
         return 0
-    needed = {"MODEL": args.model, "--mesh": args.mesh, "--pass": args.after or args.html}
-    if missing := [name for name, given in needed.items() if given is None]:
-        fix = "give all of MODEL, --mesh, and --pass or --html, or --rules alone"
-        raise InputError(f"{', '.join(missing)} not given", at="tpcompile inspect", fix=fix)
-    if args.html and not Path(args.html).absolute().parent.is_dir():
-        what = f"there is no folder {Path(args.html).parent}"
-        raise InputError(what, at=f"--html {args.html}", fix="make the folder, or name another file")
+    if args.html is not None:
+        return _page(args)
+    if missing := [name for name, given in (("MODEL", args.model), ("--mesh", args.mesh), ("--pass", args.after)) if given is None]:
+        raise InputError(
+            f"{', '.join(missing)} not given", at="tpcompile inspect", fix="give all of MODEL, --mesh and --pass, or --rules alone"
+        )
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
     compiled = tpcompile.compile(model, args.mesh, batch, **_options(args))
-    if args.html:
-        Path(args.html).write_text(compiled.html(), encoding="utf-8")
-        print(f"{Path(args.html).stat().st_size:>12,}  {args.html}")
-        if args.after is None:
-            return 0
     if args.after == "emit":
         print(compiled.program(args.rank or 0).source)
         return 0
@@ -194,6 +188,20 @@ def _inspect(args: argparse.Namespace) -> int:
             f"no pass is named {args.after!r}", at=f"--pass {args.after}", fix=f"the passes are {', '.join([*history, 'emit'])}"
         )
     print(history[args.after].text)
+    return 0
+
+
+def _page(args: argparse.Namespace) -> int:
+    import tpcompile
+
+    file = Path(args.html)
+    if missing := [name for name, given in (("MODEL", args.model), ("--mesh", args.mesh)) if given is None]:
+        raise InputError(f"{', '.join(missing)} not given", at=f"tpcompile inspect --html {file}", fix="give MODEL and --mesh")
+    if not file.absolute().parent.is_dir():
+        raise InputError(f"there is no folder {file.parent}", at=f"--html {file}", fix="make the folder, or name another file")
+    model, batch = load(args.model, Sizes(args.batch, args.sequence))
+    file.write_text(tpcompile.compile(model, args.mesh, batch, **_options(args)).html(), encoding="utf-8")
+    print(f"{file.stat().st_size:>12,}  {file}")
     return 0
 
 

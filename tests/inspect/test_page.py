@@ -253,6 +253,13 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert data_of(file.read_text())["mesh"]["text"] == "dp=1,pp=1,tp=2"
 
 
+def test_the_page_needs_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "tpcompile.demo.model:gpt", "--html", "out.html"]) == 2
+    assert capsys.readouterr().err == (
+        "tpcompile: --mesh not given\n  at   tpcompile inspect --html out.html\n  fix  give MODEL and --mesh\n"
+    )
+
+
 def test_the_folder_of_the_page_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "none" / "out.html"
     assert main(["inspect", "tpcompile.demo.model:gpt", "--mesh", "tp=2", "--html", str(file)]) == 2
