@@ -168,11 +168,11 @@ def _inspect(args: argparse.Namespace) -> int:
     import tpcompile
     from tpcompile.inspect.operations import operations
 
+    if args.html is not None:
+        return _page(args)
     if args.rules:
         print(operations(), end="")
         return 0
-    if args.html is not None:
-        return _page(args)
     if missing := [name for name, given in (("MODEL", args.model), ("--mesh", args.mesh), ("--pass", args.after)) if given is None]:
         raise InputError(
             f"{', '.join(missing)} not given", at="tpcompile inspect", fix="give all of MODEL, --mesh and --pass, or --rules alone"
@@ -191,6 +191,17 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _emit(args: argparse.Namespace) -> int:
+    import tpcompile
+
+    model, batch = load(args.model, Sizes(args.batch, args.sequence))
+    formats = [name for name in args.formats.split(",") if name]
+    tpcompile.compile(model, args.mesh, batch, **_options(args)).emit(args.out, formats=formats)
+    for file in sorted(Path(args.out).iterdir()):
+        print(f"{file.stat().st_size:>12,}  {file}")
+    return 0
+
+
 def _page(args: argparse.Namespace) -> int:
     import tpcompile
 
@@ -202,17 +213,6 @@ def _page(args: argparse.Namespace) -> int:
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
     file.write_text(tpcompile.compile(model, args.mesh, batch, **_options(args)).html(), encoding="utf-8")
     print(f"{file.stat().st_size:>12,}  {file}")
-    return 0
-
-
-def _emit(args: argparse.Namespace) -> int:
-    import tpcompile
-
-    model, batch = load(args.model, Sizes(args.batch, args.sequence))
-    formats = [name for name in args.formats.split(",") if name]
-    tpcompile.compile(model, args.mesh, batch, **_options(args)).emit(args.out, formats=formats)
-    for file in sorted(Path(args.out).iterdir()):
-        print(f"{file.stat().st_size:>12,}  {file}")
     return 0
 
 
