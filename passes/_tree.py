@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,9 +75,9 @@ def attribute(root: Tree, path: str, owner: str = "self") -> str:
         if kind == "list":
             owner = f"{owner}[{name}]"
         elif kind == "dict":
-            owner = f'{owner}["{name}"]'
+            owner = f"{owner}[{quoted(name)}]"
         else:
-            owner = f"{owner}.{name}" if _is_name(name) else f'getattr({owner}, "{name}")'
+            owner = f"{owner}.{name}" if _is_name(name) else f"getattr({owner}, {quoted(name)})"
         tree = tree.children.get(name) if tree else None
     return owner
 
@@ -85,7 +86,12 @@ def assignment(root: Tree, path: str, value: str) -> str:
     """The statement that puts another tensor in a buffer's place."""
     owner, _, name = path.rpartition(".")
     where = attribute(root, owner) if owner else "self"
-    return f"{where}.{name} = {value}" if _is_name(name) else f'setattr({where}, "{name}", {value})'
+    return f"{where}.{name} = {value}" if _is_name(name) else f"setattr({where}, {quoted(name)}, {value})"
+
+
+def quoted(name: str) -> str:
+    """A name of the user's as a literal: whatever it holds, it is text."""
+    return json.dumps(name)
 
 
 def _is_name(name: str) -> bool:
@@ -99,7 +105,7 @@ def constructor(tree: Tree, numbers: Numbers, owner: str = "self") -> list[str]:
         where = attribute(tree, name, owner)
         if tree.kind == "module":
             made = _module(child)
-            lines.append(f"{where} = {made}" if _is_name(name) else f'{owner}.add_module("{name}", {made})')
+            lines.append(f"{where} = {made}" if _is_name(name) else f"{owner}.add_module({quoted(name)}, {made})")
         if not child.made:
             lines += constructor(child, numbers, where)
     return lines
@@ -111,7 +117,7 @@ def _module(tree: Tree) -> str:
         return tree.made or "nn.Module()"
     made = [_module(child) for child in tree.children.values()]
     if tree.kind == "dict":
-        return "nn.ModuleDict({" + ", ".join(f'"{name}": {child}' for name, child in zip(tree.children, made, strict=True)) + "})"
+        return "nn.ModuleDict({" + ", ".join(f"{quoted(name)}: {child}" for name, child in zip(tree.children, made, strict=True)) + "})"
     if len(set(made)) == 1 and len(made) > 1 and "\n" not in made[0]:
         return f"nn.ModuleList({made[0]} for _ in range({len(made)}))"
     return "nn.ModuleList([" + ", ".join(made) + "])"
@@ -122,9 +128,9 @@ def _tensor(owner: str, name: str, held: Held, numbers: Numbers) -> str:
     shape = f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
     empty = f"torch.empty({shape}, dtype={held.value.dtype}, device=device)"
     if not held.is_parameter:
-        return f'{owner}.register_buffer("{name}", {empty}{"" if held.persistent else ", persistent=False"})'
+        return f"{owner}.register_buffer({quoted(name)}, {empty}{'' if held.persistent else ', persistent=False'})"
     made = f"nn.Parameter({empty}{'' if held.value.requires_grad else ', requires_grad=False'})"
-    return f"{owner}.{name} = {made}" if _is_name(name) else f'{owner}.register_parameter("{name}", {made})'
+    return f"{owner}.{name} = {made}" if _is_name(name) else f"{owner}.register_parameter({quoted(name)}, {made})"
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Held]) -> None:

@@ -28,7 +28,7 @@ from tpcompile.passes._source import (
     stem,
     type_text,
 )
-from tpcompile.passes._tree import Numbers, Tree, assignment, attribute, constructor, numbered
+from tpcompile.passes._tree import Numbers, Tree, assignment, attribute, constructor, numbered, quoted
 
 _HEAD = '''"""Stage {index} of {count}, made by tpcompile. Parameters and buffers are empty until their values are loaded, by name.{needs}
 
@@ -106,6 +106,7 @@ def _numbered(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
 
 
 def _class(name: str, doc: str, text: str) -> str:
+    doc = doc.replace("\\", r"\\").replace('"', r"\"")  # it has names of the user's modules
     return f'class {name}(nn.Module):\n    """{doc}"""\n\n{textwrap.indent(text, "    ")}\n'
 
 
@@ -185,7 +186,7 @@ class _Writer:
         if name not in module._buffers:
             return f"{attribute(self.tree, twin)} = {value}"
         saved = ", persistent=False" if name in module._non_persistent_buffers_set else ""
-        return f'{attribute(self.tree, owner) if owner else "self"}.register_buffer("{name}", {value}{saved})'
+        return f"{attribute(self.tree, owner) if owner else 'self'}.register_buffer({quoted(name)}, {value}{saved})"
 
     # -------------------------------------------------------------------------------------------- names
 
@@ -218,7 +219,7 @@ class _Writer:
     def _named(self, text: str, layer: str) -> str:
         """The class that has these methods."""
         if text not in self.classes:
-            kind = type(self.about.model.get_submodule(layer)).__name__
+            kind = re.sub(r"^(?=\d)|\W", "_", type(self.about.model.get_submodule(layer)).__name__)
             taken = {*RESERVED, "Stage", *self.functions.values(), *self.classes.values()}
             self.classes[text] = next(n for n in (kind, *(f"{kind}_{i}" for i in range(1, len(taken) + 2))) if n not in taken)
         self.layers.setdefault(self.classes[text], []).append(layer)

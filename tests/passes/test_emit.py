@@ -15,6 +15,7 @@ from emit_models import batch, emitted, tiny, tiny_program
 from exported import copied, program_of, stage_of, two_stages
 from torch import Tensor, fx, nn
 
+import tpcompile
 from tpcompile import collectives
 from tpcompile.errors import TpcompileError, VerifyError
 from tpcompile.ir import Source
@@ -272,3 +273,22 @@ def test_exports() -> None:
     made = emitted(tiny(), 1)
     exported = torch.export.export(made.module, (), batch(), strict=False)
     assert [node.target for node in exported.graph.nodes].count(collectives.reduce) == 2
+
+
+def test_names_are_text_and_never_code() -> None:
+    """Modules, parameters, buffers and classes whose names would end a literal, or are no names in Python."""
+    torch.manual_seed(0)
+    odd = 'x"); raise SystemExit("'
+    layers = []
+    for _ in range(2):
+        layer = type('class "\\', (nn.Module,), {"forward": lambda self, x: x * self.get_parameter(odd) + self.get_buffer("new\nline")})()
+        layer.register_parameter(odd, nn.Parameter(torch.randn(4)))
+        layer.register_buffer("new\nline", torch.randn(4))
+        layers.append(layer)
+    model = nn.Sequential()
+    for number, layer in enumerate(layers):
+        model.add_module(f'"""{number}\\', layer)
+    x = torch.randn(2, 4)
+    program = tpcompile.compile(model, "tp=1", (x,)).program()
+    assert torch.equal(program.module(x)[0], model(x))
+    assert program.module.state_dict().keys() == model.state_dict().keys()
