@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from tpcompile.errors import InputError, TpcompileError
 from tpcompile.mesh import Mesh
@@ -33,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     plan = command.add("plan", _plan, "print what would be cut, how, and what stays whole and why")
     _model(plan)
     _training(plan)
+    plan.add_argument("--full", action="store_true", help="every stage, every tensor rank and every formula, in 160 columns")
+    plan.add_argument("--device-memory", type=float, default=80.0, metavar="GIB", help="what a device has (default: 80)")
     inspect = command.add("inspect", _inspect, "print the graph after a pass, or the rules of all operations")
     _model(inspect, needed=False)
     _training(inspect)
@@ -49,9 +52,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", type=_count, default=3, help="default: 3")
     run.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW; 0 runs forward alone (default: 0.001)")
     run.add_argument("--data", default="", metavar="package.module:function", help="a function that returns batches (default: made ones)")
-    check = command.add(
-        "check", _check, "run every rank in this process beside the untouched model; or the formats of a program on disk"
-    )
+    check = command.add("check", _check, "run every rank in this process beside the untouched model; or the formats of a program on disk")
     _model(check, mesh_needed=False)
     check.add_argument("--dtype", choices=("float64", "float32"), help="default: the model's own")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -134,8 +135,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from tpcompile.demo.run import Work, demo
 
     mesh = Mesh.of(args.mesh)
@@ -158,10 +157,20 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(args: argparse.Namespace) -> int:
     import tpcompile
+    from tpcompile.inspect.explain import explain, show
 
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
-    print(tpcompile.compile(model, args.mesh, batch, **_options(args)).explain())
+    compilation = tpcompile.compile(model, args.mesh, batch, **_options(args)).compilation
+    how: dict[str, Any] = {"full": args.full, "device_memory": args.device_memory}
+    if (console := _console()).is_terminal:
+        show(compilation, console, **how)
+    else:
+        print(explain(compilation, **how))
     return 0
+
+
+def _console() -> Console:
+    return Console(highlight=False)
 
 
 def _inspect(args: argparse.Namespace) -> int:

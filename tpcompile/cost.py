@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import sympy
+from torch import fx
 
 from tpcompile.factors import LayoutError
-from tpcompile.ir import Program
+from tpcompile.ir import Program, Type
 from tpcompile.layout import Size, TensorType, product
 from tpcompile.rules import RESHAPES, bind_rule, has_rule, op_name, opened, view_op
 
 
 def all_flops(program: Program) -> dict[str, Size]:
     """Floating-point operations of every call, forward: 2 per multiply-add of a contraction, 1 per element otherwise, 0 for views."""
-    return {n.name: _flops(program, n, program.types.get(n.name)) for n in program.graph.nodes if n.op == "call_function"}
+    return {n.name: node_flops(n, program.types) for n in program.graph.nodes if n.op == "call_function"}
 
 
-def _flops(program: Program, node: object, kind: object) -> Size:
-    from torch import fx
-
-    assert isinstance(node, fx.Node)
+def node_flops(node: fx.Node, types: Mapping[str, Type]) -> Size:
+    """Those of one call whose operands and result have these types."""
+    kind = types.get(node.name)
     if not isinstance(kind, TensorType) or op_name(node) in RESHAPES or not kind.dtype.is_floating_point:
         return 0
-    op = opened(view_op(node, program.types))
+    op = opened(view_op(node, types))
     if not has_rule(op):
         return product(kind.shape)
     try:

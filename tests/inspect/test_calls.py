@@ -79,10 +79,12 @@ def test_what_is_printed_is_what_the_checker_moves() -> None:
 
 
 def test_stages_that_do_the_same_share_a_line() -> None:
-    lines = [line.split() for line in explain(compiled("gpt", "pp=2,tp=2", vocab_parallel=False, sequence_parallel=False)).splitlines()]
+    made = compiled("gpt", "pp=2,tp=2", vocab_parallel=False, sequence_parallel=False)
+    lines = [line.split() for line in explain(made, full=True).splitlines()]
     assert ["tp", "forward", "0–1", "all-reduce", "2·m", "4", "320·b·m·s", "15,360", "320·b·m·s·(2", "-", "2/tp)", "15,360"] in lines
     assert ["pp", "forward", "0", "send", "m", "2", "160·b·m·s", "7,680", "160·b·m·s", "7,680"] in lines
 
 
 def test_one_rank_says_nothing() -> None:
-    assert "calls in a step" not in explain(compiled("gpt", "tp=1"))
+    assert "calls in a step" not in explain(compiled("gpt", "tp=1"), full=True)
+    assert "handed over" not in explain(compiled("gpt", "tp=1"))

@@ -48,7 +48,7 @@ class Loaded(Compiled):
         self._saved = saved
         self._compilations.append(_Read(saved))  # type: ignore[arg-type]
 
-    def explain(self, *, devices_per_node: int | None = None) -> str:
+    def explain(self, *, full: bool = False, devices_per_node: int | None = None, device_memory: float = 80.0) -> str:
         """The plan, as it was written with the program."""
         return (self._saved.directory / "plan.txt").read_text(encoding="utf-8")
 

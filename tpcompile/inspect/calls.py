@@ -8,6 +8,7 @@ tensor rank 0's pieces, which are the largest.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -134,5 +135,5 @@ def value(size: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
 
 
 def formula(size: Size) -> str:
-    """2·b·m·s"""
-    return str(size).replace("**", "^").replace("*", "·")
+    """2·b·m·⌈s/tp⌉"""
+    return re.sub(r"ceiling\(([^()]*)\)", r"⌈\1⌉", str(size).replace("**", "^").replace("*", "·"))

@@ -132,5 +132,5 @@ def _cells(own: Sequence[Slot], names: Sequence[str], unit: float, wide: int) ->
 def legend(step: Step) -> str:
     """The letters of a drawing."""
     works = {action.work for action in actions(step.schedule, 0, step.mesh.pp, step.per_rank, step.microbatches) if isinstance(action, Run)}
-    words = {"forward": "F forward", "backward": "B backward", "input": "I its half for inputs", "weight": "W its half for weights"}
+    words = {"forward": "F forward", "backward": "B backward", "input": "I of inputs", "weight": "W of weights"}
     return ", ".join(word for work, word in words.items() if work in works)

@@ -15,7 +15,7 @@ from tpcompile.layout import Layout, TensorType, local_size
 from tpcompile.memory import Held, Memory, memory
 from tpcompile.passes._parts import layer_of
 
-SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 
 def held(compilation: Compilation, stage: Stage, place: int) -> tuple[Held, ...]:

@@ -184,17 +184,18 @@ class Compiled:
         """The graph after each pass, by the pass's name."""
         return self.compilation.history
 
-    def explain(self, *, devices_per_node: int | None = None) -> str:
-        """The plan: what was found, how it was cut, what was left whole and why.
+    def explain(self, *, full: bool = False, devices_per_node: int | None = None, device_memory: float = 80.0) -> str:
+        """The plan on one screen, of 60 lines of 120 columns: does the model fit, is it cut, what was left whole and why, what is sent.
 
-        Tensor-parallel groups that cross nodes of `devices_per_node` devices are warned of; by default a node has as many ranks as the
-        launcher started on this one, or 8.
+        `full` has every stage, every tensor rank and every formula, in 160 columns. Tensor-parallel groups that cross nodes of
+        `devices_per_node` devices are warned of; by default a node has as many ranks as the launcher started on this one, or 8.
+        `device_memory`, in GiB, is what a device is taken to have.
         """
         from tpcompile.inspect.explain import explain
         from tpcompile.inspect.grid import Bubble
 
         measured = [Bubble(*seconds) for seconds in self._measured]
-        return explain(self.compilation, devices_per_node=devices_per_node, measured=measured)
+        return explain(self.compilation, None, devices_per_node, measured, full=full, device_memory=device_memory)
 
     def html(self) -> str:
         """The model as layers × stages × ranks, every pass, every weight's strips and the schedule, as a page for a browser: one file of

@@ -1,0 +1,235 @@
+"""What a rank keeps of a micro-batch's forward for its backward, and how much it computes: each stage's graph, run on tensors without data.
+
+Autograd itself is asked what it saves (`saved_tensors_hooks`), once for every storage; parameters and buffers are not counted. Attention
+counts as the fused kernel that torch takes on a CPU: its operands, its result and one number for every row of scores. With
+recompute="full" a layer keeps what it is given, with "selective" also what its linear layers and its collectives make; when the layer
+runs again, all that it saves is there at once: `again`.
+
+Operations that torch cannot run without data end the count, and the reason is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from tpcompile.collectives import unbound
+from tpcompile.cost import evaluate, node_flops
+from tpcompile.driver import Compilation
+from tpcompile.gradients import trained
+from tpcompile.ir import PerRank, Stage, Type
+from tpcompile.layout import Layout, Size, TensorType, local_size
+from tpcompile.messages import collective_of
+from tpcompile.passes._parts import arrange
+from tpcompile.rules import op_name
+from tpcompile.runtime.recompute import KEPT
+from tpcompile.schedules import Run, actions
+
+IDENTITIES = ("tpcompile.enter.default", "tpcompile.enter_later.default", "tpcompile.shared.default")
+"""Operators that return a view of their operand."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of one micro-batch on one tensor rank."""
+
+    bytes: int = 0  # kept from forward to backward
+    again: int = 0  # the most that a layer adds while it runs again
+    flops: int = 0  # of forward: 2 per multiply-add
+    unknown: str = ""  # why it cannot be counted; then all numbers are 0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(self.bytes + other.bytes, max(self.again, other.again), self.flops + other.flops, self.unknown or other.unknown)
+
+
+def of_stage(compilation: Compilation, stage: Stage, coordinate: int = 0) -> Kept:
+    """What a tensor rank of a stage keeps of a micro-batch of the example's sizes."""
+    program, local, sizes = compilation.program, compilation.local, compilation.sizes
+    learned = {*trained(program), *(boundary.name for boundary in stage.receives if boundary.requires_grad)}
+    shapes = {boundary.name: (boundary.type.dtype, boundary.shape(coordinate)) for boundary in stage.receives}
+    for node in stage.graph.find_nodes(op="placeholder"):
+        if node.name not in shapes:
+            shapes[node.name] = _piece(program.types[node.name], local.layouts.get(node.name), coordinate)
+    paths = {name: source.path for name, source in program.sources.items()}
+    parts = arrange(stage, paths, program.layers)
+    owner = {node.name: part.layer for part in parts for node in part.nodes}
+    order = [node for part in parts for node in part.nodes]
+    held = {*stage.parameters, *stage.buffers, *stage.constants}
+    run = _Recording(compilation.options.recompute, owner, frozenset(held), unbound(local.axis, coordinate, local.parts), coordinate)
+    known = {name: (dtype, tuple(evaluate(size, sizes) for size in shape)) for name, (dtype, shape) in shapes.items()}
+    return run.of(order, stage.graph, known, learned)
+
+
+def of_one_device(compilation: Compilation) -> Kept:
+    """What one device keeps of a micro-batch, without recomputation."""
+    program, sizes = compilation.program, compilation.sizes
+    graph = program.graph
+    known = {}
+    for node in graph.find_nodes(op="placeholder"):
+        dtype, shape = _piece(program.types[node.name], None, 0)
+        known[node.name] = dtype, tuple(evaluate(size, sizes) for size in shape)
+    held = frozenset({*program.parameters, *program.buffers, *program.constants})
+    order = [node for node in graph.nodes if node.op == "call_function"]
+    return _Recording("none", {}, held, unbound("tp", 0, 1), 0).of(order, graph, known, trained(program))
+
+
+def in_flight(compilation: Compilation, place: int, kept: Mapping[int, Kept]) -> int:
+    """The most bytes that a rank keeps at once in a step, given what its stages keep of a micro-batch, by index.
+
+    What is kept for a backward in halves counts until its second half is done, which is at most a little too much.
+    """
+    step = compilation.step
+    now = most = 0
+    for action in actions(step.schedule, place, step.mesh.pp, step.per_rank, step.microbatches):
+        if not isinstance(action, Run):
+            continue
+        own = kept[action.stage]
+        if action.work == "forward":
+            now += own.bytes
+            most = max(most, now)
+            continue
+        most = max(most, now + own.again)
+        if action.work in ("backward", "input" if step.stages[action.stage].unhalved else "weight"):
+            now -= own.bytes
+    return most
+
+
+def _piece(kind: Type, layout: Layout | tuple[Layout, ...] | None, coordinate: int) -> tuple[torch.dtype, tuple[Size, ...]]:
+    assert isinstance(kind, TensorType)
+    return kind.dtype, tuple(local_size(dim, coordinate) for dim in layout.dims) if isinstance(layout, Layout) else kind.shape
+
+
+@dataclass
+class _Recording:
+    """A graph that runs on tensors without data, while what autograd saves is noted, layer by layer."""
+
+    recompute: str
+    owner: Mapping[str, str]  # node → the layer that runs as a module of its own, or ""
+    held: frozenset[str]  # placeholders that are there anyway
+    axis: str
+    coordinate: int
+    layer: str = ""
+    saved: dict[str, dict[int, int]] = field(default_factory=dict)  # layer → storage → bytes
+    alive: list[Tensor] = field(default_factory=list)  # so that no two storages have one address
+
+    def of(
+        self,
+        order: Sequence[fx.Node],
+        graph: fx.Graph,
+        shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        learned: Iterable[str],
+    ) -> Kept:
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+                return self._run(order, graph, shapes, frozenset(learned))
+        except Exception as error:
+            return Kept(unknown=f"{type(error).__name__}: {str(error).splitlines()[0][:80]}" if str(error) else type(error).__name__)
+
+    def _run(
+        self,
+        order: Sequence[fx.Node],
+        graph: fx.Graph,
+        shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        learned: frozenset[str],
+    ) -> Kept:
+        values: dict[str, Any] = {}
+        types: dict[str, Any] = {}
+        there: set[int] = set()
+        for node in graph.find_nodes(op="placeholder"):
+            dtype, shape = shapes[node.name]
+            values[node.name] = torch.empty(shape, dtype=dtype, requires_grad=node.name in learned and dtype.is_floating_point)
+            types[node.name] = TensorType(dtype, shape)
+            if node.name in self.held:
+                there.add(_key(values[node.name]))
+        flops, outputs = 0, dict[str, dict[int, int]]()
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            for node in order:
+                self.layer = self.owner.get(node.name, "")
+                made = values[node.name] = self._call(node, values)
+                types[node.name] = pytree.tree_map_only(Tensor, lambda t: TensorType(t.dtype, tuple(t.shape)), made)
+                flops += _flops(node, types)
+                if self.layer and self.recompute != "none":
+                    noted = outputs.setdefault(self.layer, {})
+                    for operand in node.all_input_nodes:
+                        if self.owner.get(operand.name, "") != self.layer:
+                            noted |= _storages(values[operand.name])
+                    if self.recompute == "selective" and _is_kept(node):
+                        noted |= _storages(made)
+        return self._count(there, outputs, flops)
+
+    def _count(self, there: set[int], outputs: Mapping[str, dict[int, int]], flops: int) -> Kept:
+        kept: dict[int, int] = {}
+        again = 0
+        for layer, saved in self.saved.items():
+            if layer in outputs:
+                again = max(again, sum(size for key, size in saved.items() if key not in there and key not in outputs[layer]))
+            else:
+                kept |= saved
+        for noted in outputs.values():
+            kept |= noted
+        return Kept(sum(size for key, size in kept.items() if key not in there), again, flops)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self.alive.append(tensor)
+        self.saved.setdefault(self.layer, {})[_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _call(self, node: fx.Node, values: Mapping[str, Any]) -> Any:
+        args, kwargs = (self._local(given, values) for given in (node.args, node.kwargs))
+        if op_name(node) in IDENTITIES:
+            return args[0].view_as(args[0])
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        return target(*args, **kwargs)
+
+    def _local(self, given: Any, values: Mapping[str, Any]) -> Any:
+        """Arguments as this coordinate has them."""
+        match given:
+            case fx.Node():
+                return values[given.name]
+            case PerRank(numbers):
+                return numbers[self.coordinate]
+            case torch.device():
+                return torch.device("cpu")
+            case str():
+                return self.axis if given == self.axis.partition(":")[0] else given
+            case list() | tuple():
+                return [self._local(item, values) for item in given]
+            case dict():
+                return {key: self._local(item, values) for key, item in given.items()}
+            case slice():
+                return slice(*(self._local(item, values) for item in (given.start, given.stop, given.step)))
+        return given
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _storages(value: Any) -> dict[int, int]:
+    return {_key(leaf): leaf.untyped_storage().nbytes() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+
+
+def _is_kept(node: fx.Node) -> bool:
+    own = collective_of(node)
+    return node.target in KEPT or (own is not None and bool(own.forward))
+
+
+def _flops(node: fx.Node, types: Mapping[str, Any]) -> int:
+    if op_name(node) == "tpcompile.seq_linear.default":
+        outs: Sequence[TensorType] = types[node.name]
+        weights: Sequence[Any] = node.args[4]  # type: ignore[assignment]
+        return sum(2 * _size(out) * int(types[weight.name].shape[-1]) for out, weight in zip(outs, weights, strict=True))
+    return int(node_flops(node, types))
+
+
+def _size(kind: TensorType) -> int:
+    size = 1
+    for length in kind.shape:
+        size *= int(length)
+    return size
