@@ -52,10 +52,10 @@ def test_inspect_prints_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed == (ROOT / "docs" / "operations.md").read_text(), "tpcompile inspect --rules > docs/operations.md"
 
 
-def test_inspect_needs_a_model_and_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", GPT, "--mesh", "tp=2"]) == 2
+def test_inspect_needs_a_model_and_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", GPT]) == 2
     assert capsys.readouterr().err == (
-        "tpcompile: --pass not given\n  at   tpcompile inspect\n  fix  give all of MODEL, --mesh and --pass, or --rules alone\n"
+        "tpcompile: --mesh not given\n  at   tpcompile inspect\n  fix  give both MODEL and --mesh, or --rules alone\n"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from tpcompile import colours
 from tpcompile.errors import InputError, TpcompileError
 from tpcompile.mesh import Mesh
 from tpcompile.models import HELP, Sizes, load
@@ -36,10 +37,13 @@ def parser() -> argparse.ArgumentParser:
     _training(plan)
     plan.add_argument("--full", action="store_true", help="every stage, every tensor rank and every formula, in 160 columns")
     plan.add_argument("--device-memory", type=float, default=80.0, metavar="GIB", help="what a device has (default: 80)")
-    inspect = command.add("inspect", _inspect, "print the graph after a pass, or the rules of all operations")
+    inspect = command.add("inspect", _inspect, "print what the passes did, the graph after one of them, or the rules of all operations")
     _model(inspect, needed=False)
     _training(inspect)
-    inspect.add_argument("--pass", dest="after", metavar="NAME", help="capture, normalize, …; a wrong name lists them")
+    inspect.add_argument("--pass", dest="after", metavar="NAME", help="capture, normalize, …; without it, what every pass did")
+    inspect.add_argument("--layer", metavar="NAME", help="of one layer alone: its number, or its module's path")
+    inspect.add_argument("--diff", action="store_true", help="what the pass changed")
+    inspect.add_argument("--source", action="store_true", help="under the lines of the model")
     inspect.add_argument("--rules", action="store_true", help="print what every operation does to a cut; needs no model")
     inspect.add_argument("--rank", type=int, help="print the numbers and the source of this rank (with --pass emit)")
     inspect.add_argument("--html", metavar="FILE", help="write a page of everything instead: one file, for any browser")
@@ -182,22 +186,33 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.rules:
         print(operations(), end="")
         return 0
-    if missing := [name for name, given in (("MODEL", args.model), ("--mesh", args.mesh), ("--pass", args.after)) if given is None]:
-        raise InputError(
-            f"{', '.join(missing)} not given", at="tpcompile inspect", fix="give all of MODEL, --mesh and --pass, or --rules alone"
-        )
+    if missing := [name for name, given in (("MODEL", args.model), ("--mesh", args.mesh)) if given is None]:
+        raise InputError(f"{', '.join(missing)} not given", at="tpcompile inspect", fix="give both MODEL and --mesh, or --rules alone")
     model, batch = load(args.model, Sizes(args.batch, args.sequence))
     compiled = tpcompile.compile(model, args.mesh, batch, **_options(args))
     if args.after == "emit":
         print(compiled.program(args.rank or 0).source)
         return 0
     history = compiled.history
+    if args.after is None:
+        _say(history, str(history))
+        return 0
     if args.after not in history:
         raise InputError(
             f"no pass is named {args.after!r}", at=f"--pass {args.after}", fix=f"the passes are {', '.join([*history, 'emit'])}"
         )
-    print(history[args.after].text)
+    step = history[args.after] if args.layer is None else history[args.after].layer(args.layer)
+    shown = step.diff(sources=args.source) if args.diff else step.text_of(step.made, sources=args.source)
+    _say((colours.diff if args.diff else colours.graph)(shown), shown)
     return 0
+
+
+def _say(coloured: Any, plain: str) -> None:
+    """In colours on a terminal."""
+    if (console := _console()).is_terminal:
+        console.print(coloured, soft_wrap=True)
+    else:
+        print(plain)
 
 
 def _emit(args: argparse.Namespace) -> int:

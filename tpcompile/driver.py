@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from sympy import Symbol
@@ -17,6 +14,7 @@ from torch import Tensor, nn
 from tpcompile import timeline
 from tpcompile.cost import all_flops, evaluate
 from tpcompile.errors import InputError, Refused, caller
+from tpcompile.history import History, Log
 from tpcompile.ir import Local, Plan, Program, Sharded, Stage
 from tpcompile.laws.ranks import check_rank
 from tpcompile.layout import Layout, TensorType, bounds, cut_factors
@@ -42,10 +40,7 @@ from tpcompile.passes.sequence import sequence
 from tpcompile.passes.split import split
 from tpcompile.precision import computing_in, held_types
 from tpcompile.rules import op_name
-from tpcompile.text import text
 from tpcompile.verify import verify
-
-Made = TypeVar("Made")
 
 ACCEPTED = "per micro-batch"
 """The override of what may mix the rows of a micro-batch."""
@@ -81,32 +76,6 @@ def check_outputs(outputs: str) -> None:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One pass as it ran: its time in seconds, and what went in and came out, printed when it is asked for."""
-
-    name: str
-    given: object
-    made: object
-    seconds: float
-
-    @property
-    def before(self) -> str:
-        return text(self.given)
-
-    @property
-    def after(self) -> str:
-        return text(self.made)
-
-    @property
-    def text(self) -> str:
-        return text(self.made)
-
-    def diff(self) -> str:
-        """The lines that the pass changed."""
-        return "\n".join(difflib.unified_diff(self.before.splitlines(), self.after.splitlines(), "before", "after", lineterm="", n=1))
-
-
-@dataclass(frozen=True)
 class Compilation:
     """Everything that the compiler made of a model for a mesh."""
 
@@ -119,7 +88,7 @@ class Compilation:
     local: Local
     stages: tuple[Stage, ...]
     step: timeline.Step
-    history: Mapping[str, Step]
+    history: History
 
     @property
     def sizes(self) -> Mapping[Symbol, int]:
@@ -214,7 +183,7 @@ def lower_captured(
     cut = log.run("split", local, lambda: split(local, mesh.pp, loads, own))
     stages = tuple(verify(with_layers(stage, program)) for stage in cut)
     step = verify(step_of(local, stages, mesh, options, sizes_of(program, batch)))
-    return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, step, MappingProxyType(log.steps))
+    return Compilation(mesh, options, captured, program, chosen, sharded, local, stages, step, History(log.steps))
 
 
 def with_layers(stage: Stage, program: Program) -> Stage:
@@ -333,16 +302,3 @@ def costs(program: Program, batch: Mapping[str, Any]) -> dict[str, int]:
     """Forward FLOPs of every node at this batch's sizes."""
     sizes = sizes_of(program, batch)
     return {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
-
-
-class Log:
-    """Runs passes one after the other and remembers what they made."""
-
-    def __init__(self) -> None:
-        self.steps: dict[str, Step] = {}
-
-    def run(self, name: str, before: object, work: Callable[[], Made]) -> Made:
-        start = time.perf_counter()
-        made = work()
-        self.steps[name] = Step(name, before, made, time.perf_counter() - start)
-        return made

@@ -155,7 +155,7 @@ def _parse_factor(text: str, parts: int) -> Factor:
     match = re.fullmatch(r"([\w*+\-(), /]+?)(?:@(\w+|\?\d+~?)(?:\{(\d+:\d+(?:, \d+:\d+)*)\})?)?", text)
     if not match:
         raise TpcompileError(f"not a factor: {text!r}")
-    size = _parse_size(match[1])
+    size = parse_size(match[1])
     if match[2] is None:
         return Factor(size)
     if match[2].startswith("?"):
@@ -169,7 +169,7 @@ def _parse_factor(text: str, parts: int) -> Factor:
     return Factor(size, Cut(match[2], ranges))
 
 
-def _parse_size(text: str) -> Size:
+def parse_size(text: str) -> Size:
     """A number, or an expression in which every name is a symbol but those of functions."""
     if text.isdigit():
         return int(text)

@@ -14,10 +14,11 @@ from torch import fx
 
 from tpcompile.collectives import COLLECTIVES, Collective, summed_in
 from tpcompile.collectives.table import Given, Message
+from tpcompile.element_types import dtypes
 from tpcompile.gradients import asked_for, trained, with_gradient
 from tpcompile.halves import first_half, second_half, why_whole
 from tpcompile.ir import Local, Stage
-from tpcompile.layout import Layout, Size, TensorType, size_of
+from tpcompile.layout import Layout, Size, size_of
 from tpcompile.operation import argument, op_name
 
 
@@ -123,26 +124,6 @@ def roots(local: Local, stage: Stage) -> list[str]:
     if stage.sends:
         return [boundary.name for boundary in stage.sends if boundary.requires_grad]
     return [name for name in returned if local.program.loss in (None, local.origins.get(name, name))]
-
-
-WIDENED: Mapping[str, tuple[torch.dtype, ...]] = {"tpcompile.exp_sum.default": (torch.float32,)}
-"""Operators that make a wider type than their operands have, where these are narrower than that."""
-
-
-def dtypes(local: Local, graph: fx.Graph) -> dict[str, torch.dtype]:
-    """The element type of every tensor; of one that stands for no value of the program, what its operands' make."""
-    found: dict[str, torch.dtype] = {}
-    for node in graph.nodes:
-        kind = local.program.types.get(local.origins.get(node.name, node.name))
-        if isinstance(kind, TensorType):
-            found[node.name] = kind.dtype
-        elif made := [found[operand.name] for operand in node.all_input_nodes if operand.name in found]:
-            found[node.name] = made[0]
-            for dtype in (*made[1:], *WIDENED.get(op_name(node), ())):
-                found[node.name] = torch.promote_types(found[node.name], dtype)
-            if op_name(node) == "aten.to.dtype":
-                found[node.name] = argument(node, "dtype")
-    return found
 
 
 def _sent(local: Local, node: fx.Node, types: Mapping[str, torch.dtype], direction: str, messages: Sequence[Message]) -> Iterable[Sent]:
