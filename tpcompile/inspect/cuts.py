@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -16,29 +17,41 @@ from tpcompile.inspect.tables import table
 from tpcompile.inspect.traffic import traffic
 from tpcompile.ir import Left, Program, Region, Source
 
-REGIONS, LEFT = 6, 4
-"""Rows of a short table at most."""
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of each table is shown, at most. `small`: what is a so-manieth of what its axis sends has no line of its own."""
+
+    regions: int
+    options: int
+    left: int
+    small: int
+
+
+LIMITS = (Limits(6, 3, 4, 1000), Limits(6, 1, 2, 100), Limits(5, 0, 1, 20))
+"""From the first to the last until everything fits a screen."""
 COLLECTIVE = "magenta"
 MANY_RANGES = re.compile(r"\{(\d+:\d+, \d+:\d+), [^}]*\}")
 """Of more than two ranks."""
 
 
-def cuts(compilation: Compilation, full: bool) -> Iterator[RenderableType]:
-    """Regions, the ways to cut them, what is whole, and what needs all positions; on one screen no more than some rows of each."""
+def cuts(compilation: Compilation, limits: Limits | None = None) -> Iterator[RenderableType]:
+    """Regions, the ways to cut them, what is whole, and what needs all positions; with limits, in short forms."""
     plan = compilation.plan
     if compilation.mesh.tp == 1:
         yield Text("one tensor rank: every weight is whole")
         return
-    yield _regions(compilation, full) if plan.regions else Text("nothing is cut")
-    if any(options(compilation, region) for region in plan.regions):
-        yield _options(compilation, full)
-    if plan.whole or full:
-        yield _left(compilation, "left whole", plan.whole, full) if plan.whole else Text("no weight is left whole")
+    yield _regions(compilation, limits) if plan.regions else Text("nothing is cut")
+    if (limits is None or limits.options) and any(options(compilation, region) for region in plan.regions):
+        yield _options(compilation, limits)
+    if plan.whole or limits is None:
+        yield _left(compilation, "left whole", plan.whole, limits) if plan.whole else Text("no weight is left whole")
     if compilation.sharded.stretches:
-        yield _left(compilation, "needs all positions", compilation.sharded.stretches, full)
+        yield _left(compilation, "needs all positions", compilation.sharded.stretches, limits)
 
 
-def _regions(compilation: Compilation, full: bool) -> RenderableType:
+def _regions(compilation: Compilation, limits: Limits | None) -> RenderableType:
+    full = limits is None
     plan, program = compilation.plan, compilation.program
     sent = traffic(compilation.local)
 
@@ -55,24 +68,24 @@ def _regions(compilation: Compilation, full: bool) -> RenderableType:
 
     made = table(f"cut over {plan.regions[0].axis}", "found", "weights", "forward", "backward")
     rows = fold(plan.regions, lambda r: r.name, like, program.layers)
-    for name, first in rows if full else rows[:REGIONS]:
+    for name, first in rows[: limits.regions] if limits else rows:
         group = [first] if full else [region for region in plan.regions if own(region) == own(first) and like(region) == like(first)]
         usual = [Counter(counts(region, way) for region in group).most_common(1)[0][0] for way in (0, 1)]
         joint = ", " if full else "\n"
         calls = [Text(joint.join(found) or "–", COLLECTIVE if found else "") for found in usual]
         weights = "\n".join(_weights(first, program))
         made.add_row(name, first.kind, weights if full else MANY_RANGES.sub(r"{\1, …}", weights), *calls)
-    if not full and len(rows) > REGIONS:
-        made.add_row(f"… {len(rows) - REGIONS} more: explain(full=True)", "", "", "", "")
+    if limits and len(rows) > limits.regions:
+        made.add_row(f"… {len(rows) - limits.regions} more: explain(full=True)", "", "", "", "")
     return made
 
 
-def _options(compilation: Compilation, full: bool) -> RenderableType:
+def _options(compilation: Compilation, limits: Limits | None) -> RenderableType:
     """What the chosen cut of consecutive linears sends, and what the other would."""
     regions, layers = [(region, options(compilation, region)) for region in compilation.plan.regions], compilation.program.layers
     made = table("ways to cut", "linears", "forward", "bytes that a rank sends", "", right=(3,))
     rows = fold([item for item in regions if item[1]], lambda item: item[0].name, lambda item: item[1], layers)
-    for name, (_, found) in rows if full else rows[: REGIONS // 2]:
+    for name, (_, found) in rows[: limits.options] if limits else rows:
         for place, option in enumerate(found):
             made.add_row("" if place else name, option.cut, option.collectives, str(option), "" if place else "chosen")
     return made
@@ -92,7 +105,7 @@ def _weights(region: Region, program: Program) -> tuple[str, ...]:
     return tuple(lines.values())
 
 
-def _left(compilation: Compilation, title: str, items: Sequence[Left], full: bool) -> RenderableType:
+def _left(compilation: Compilation, title: str, items: Sequence[Left], limits: Limits | None) -> RenderableType:
     program = compilation.program
 
     def like(left: Left) -> tuple[object, ...]:
@@ -100,10 +113,10 @@ def _left(compilation: Compilation, title: str, items: Sequence[Left], full: boo
 
     made = table(title, "because", "at")
     rows = fold(items, lambda item: item.name, like, program.layers)
-    for name, left in rows if full else rows[:LEFT]:
+    for name, left in rows[: limits.left] if limits else rows:
         made.add_row(name, left.reason, Text(_code(left.source) if left.source else "", no_wrap=True, overflow="ellipsis"))
-    if not full and len(rows) > LEFT:
-        made.add_row(f"… {len(rows) - LEFT} more: explain(full=True)", "", "")
+    if limits and len(rows) > limits.left:
+        made.add_row(f"… {len(rows) - limits.left} more: explain(full=True)", "", "")
     return made
 
 

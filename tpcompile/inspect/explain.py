@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tpcompile.driver import Compilation
 from tpcompile.inspect import long, memory, nodes, pipeline, short
-from tpcompile.inspect.cuts import cuts
+from tpcompile.inspect.cuts import LIMITS, cuts
 from tpcompile.inspect.fold import fold
 from tpcompile.inspect.grid import Bubble
 from tpcompile.inspect.load import Load
@@ -20,6 +20,8 @@ from tpcompile.ir import Program
 
 SCREEN, WIDTH = 120, 160
 """Columns of the short form and of the full one."""
+LINES = 60
+"""Of the short form: tables of a model that would need more are shortened, step by step."""
 RANKS = 5
 """Pipeline ranks whose schedule the short form draws, at most."""
 DEVICE_MEMORY = 80.0
@@ -59,17 +61,19 @@ def show(
 ) -> None:
     """Print what `explain` returns, in colours where the console has them."""
     load, per_node = Load(compilation), nodes.devices_per_node(devices_per_node)
-    parts = [_mesh(compilation, per_node), _questions(compilation, load, round(device_memory * (1 << 30)), per_node)]
-    parts += cuts(compilation, full)
+    head = [_mesh(compilation, per_node), _questions(compilation, load, round(device_memory * (1 << 30)), per_node)]
     if full:
-        parts += [long.stages(compilation), *pipeline.schedule(compilation, console.width, measured), *pipeline.shared(compilation)]
-        parts += [memory.table(compilation), short.held(compilation, load, most=None)]
+        parts = [*cuts(compilation), long.stages(compilation), *pipeline.schedule(compilation, console.width, measured)]
+        parts += [*pipeline.shared(compilation), memory.table(compilation), short.held(compilation, load, most=None)]
         parts += [*pipeline.sharing(compilation), *_updates(compilation.program), *long.traffic(compilation)]
     else:
-        parts += [short.held(compilation, load), *pipeline.schedule(compilation, console.width, measured, RANKS)]
-        parts += [*pipeline.shared(compilation), *pipeline.sharing(compilation), *_updates(compilation.program)]
-        parts += short.traffic(load)
-    for part in parts:
+        rest = [short.held(compilation, load), *pipeline.schedule(compilation, console.width, measured, RANKS)]
+        rest += [*pipeline.shared(compilation), *pipeline.sharing(compilation), *_updates(compilation.program)]
+        for limits in LIMITS:
+            parts = [*cuts(compilation, limits), *rest, *short.traffic(load, limits.small)]
+            if sum(len(console.render_lines(part)) + 1 for part in (*head, *parts)) <= LINES + 1:
+                break
+    for part in (*head, *parts):
         console.print(part)
         console.print()
 

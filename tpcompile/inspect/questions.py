@@ -18,7 +18,7 @@ from tpcompile.inspect.memory import SIZES, spelled
 from tpcompile.ir import Program
 from tpcompile.layout import Cut, Even, Layout, TensorType, cut_factors, local_size, product
 
-UNITS = ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1, "FLOP"))
+UNITS = ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1, "FLOP"))
 KINDS = {"attention": "heads", "mlp": "columns of MLPs", "vocabulary": "words"}
 """What is counted where a region of a kind is cut; columns of others."""
 MOST, REASON = 0.9, 64
@@ -75,7 +75,8 @@ def _structure(compilation: Compilation) -> tuple[str, bool | None]:
     cut = {name: layout for name in program.parameters if isinstance(layout := layouts.get(name), Layout) and layout.is_cut}
     share = sum(_elements(program, name) for name in cut) / max(total, 1)
     what = ", ".join(_counted(compilation))
-    text = f"{share:.2%} of {_count(total)} parameters" + (f", by {what}" if what else "") + _uneven(compilation, cut)
+    part = ">99.99%" if 0.9999 < share < 1 else f"{share:.2%}"
+    text = f"{part} of {_count(total)} parameters" + (f", by {what}" if what else "") + _uneven(compilation, cut)
     left = compilation.plan.whole
     if not left:
         return f"{text}; no linear and no table is whole", share > MOST

@@ -23,8 +23,6 @@ from tpcompile.layout import Size
 
 PLACES = 6
 """Lines of the table of what ranks hold, at most."""
-SMALL = 1000
-"""What is a thousandth of what its axis sends has no line of its own."""
 
 
 # ------------------------------------------------------------------------------------------------- what a rank holds
@@ -102,13 +100,13 @@ class _Row:
     sent: int
 
 
-def traffic(load: Load) -> Iterator[RenderableType]:
-    """What a rank hands to the process groups in a step."""
+def traffic(load: Load, small: int) -> Iterator[RenderableType]:
+    """What a rank hands to the process groups in a step; of what is a `small`th of its axis's bytes, the bytes alone."""
     rows = _rows(load)
     if not rows:
         return
     totals = {axis: sum(row.bytes for row in rows if row.made.axis == axis) for axis in AXES}
-    large = [row for row in rows if row.bytes * SMALL > totals[row.made.axis] and row.made.axis != "all"]
+    large = [row for row in rows if row.bytes * small > totals[row.made.axis] and row.made.axis != "all"]
     headings = ("handed over by a rank in a step", "stage", "calls", "bytes that it gives", "", "sent in a ring")
     made: Table = table(*headings, right=(2, 4, 5))
     made.columns[0].no_wrap = True

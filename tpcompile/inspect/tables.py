@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,10 +14,3 @@ def table(*columns: str, right: Sequence[int] = ()) -> Table:
     for place, column in enumerate(columns):
         made.add_column(Text(column, "" if place else "bold"), justify="right" if place in right else "left", overflow="fold")
     return made
-
-
-def few(rows: Sequence[RenderableType], most: int, what: str = "more") -> Iterator[RenderableType]:
-    """The first rows, and how many are left out."""
-    yield from rows if len(rows) <= most else rows[: most - 1]
-    if len(rows) > most:
-        yield Text(f"… {len(rows) - most + 1} {what}: explain(full=True)", "dim")
