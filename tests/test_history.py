@@ -34,7 +34,7 @@ def test_the_table() -> None:
         found = history[name]
         before, after = (f"{count:,}" if count is not None else "–" for count in found.nodes)
         assert re.match(rf"{name} +{before} +→ +{after} +{found.seconds:.2f}  ", row), row
-    assert rows["plan"].endswith("4 regions cut, 1 left whole") or "regions cut" in rows["plan"]
+    assert rows["plan"].endswith("5 regions cut, 1 left whole") and rows["detect"].endswith("7 of 12 places may end a region")
     assert rows["split"].rstrip().endswith(f"2 stages of {', '.join(str(len(s.graph.nodes)) for s in compiled('gpt', 'pp=2,tp=2').stages)}")
     assert "tpcompile.enter" in rows["rewrite"] and "-2 aten.split.Tensor" in rows["normalize"]
     assert "nothing changed" in rows["place_dropout"]
