@@ -15,10 +15,11 @@ from torch import fx
 from tpcompile.collectives.table import RANKS
 from tpcompile.cost import evaluate
 from tpcompile.driver import Compilation
+from tpcompile.element_types import dtypes
 from tpcompile.inspect.calls import formula
 from tpcompile.ir import Local, Program, Sharded, Source, Stage, Type, results
 from tpcompile.layout import Layout, Size, TensorType
-from tpcompile.messages import Sent, collective_of, dtypes, stage_messages
+from tpcompile.messages import Sent, collective_of, stage_messages
 from tpcompile.rules import op_name
 from tpcompile.text import DTYPES, origin_types, type_text
 
