@@ -12,7 +12,7 @@ import tpcompile
 
 
 def test_the_public_names() -> None:
-    assert sorted(tpcompile.__all__) == ["Mesh", "TpcompileError", "check", "compile", "launch", "load", "progress", "testing"]
+    assert sorted(tpcompile.__all__) == ["Initial", "Mesh", "TpcompileError", "check", "compile", "launch", "load", "progress", "testing"]
     assert all(hasattr(tpcompile, name) for name in tpcompile.__all__)
 
 
