@@ -22,7 +22,7 @@ from tpcompile.passes._reasons import user_line
 __all__ = ["bind_example", "capture", "matches", "other_path"]
 
 
-def capture(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[..., Tensor] | None = None) -> Program:
+def capture(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[..., Tensor] | None = None, dynamic: bool = True) -> Program:
     """Capture what a model computes for a batch, in its own train or eval mode, and the loss of it.
 
     before  model(input_ids=[4, 16], labels=[4, 16])
@@ -31,9 +31,9 @@ def capture(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[..., T
             …
 
     The graph is functional: what the model does in place is spelled as new values. Entries of the batch that forward does not list
-    are read by `loss(outputs, batch)` alone. Parameters may be on the meta device. Raises InputError where the batch does not fit
-    forward, or the model does not run on it at all, and CaptureError with a reason and the user's line for what cannot be captured
-    faithfully.
+    are read by `loss(outputs, batch)` alone. Without `dynamic` all sizes are fixed at the batch's own. Parameters may be on the meta
+    device. Raises InputError where the batch does not fit forward, or the model does not run on it at all, and CaptureError with a
+    reason and the user's line for what cannot be captured faithfully.
     """
     _refuse_autocast()
     binding.check_names(model, batch, with_loss=loss is not None)
@@ -41,7 +41,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[..., T
     tensors = [(path, leaf) for path, leaf in found if isinstance(leaf, Tensor)]
     examples = _examples(model, [leaf for _, leaf in tensors])
     call = Call(model, [leaf for _, leaf in found], spec, lambda given: binding.arguments(model, given, with_loss=loss is not None), loss)
-    exported = export(call, examples, [_dynamic(example) for example in examples])
+    exported = export(call, examples, [_dynamic(example) if dynamic else frozenset() for example in examples])
     return Builder(model, exported, tuple(path for path, _ in tensors), examples, line_of(loss)).program(dict(found))
 
 

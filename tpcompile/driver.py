@@ -61,6 +61,7 @@ class Options:
     sequence_parallel: bool | Literal["regather"] = True
     vocab_parallel: bool = True
     outputs: Literal["all", "loss"] = "all"
+    dynamic: bool = True
     recompute: str = "none"  # or "full", "selective"
     precision: str | None = None  # or "bf16", "fp16"
 
@@ -139,7 +140,7 @@ def lower(
     """
     log, types = Log(), held_types(model)
     with computing_in(model, options.precision):
-        captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss)))
+        captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss, dynamic=options.dynamic)))
         return lower_captured(captured, model, mesh, batch, options, log, held, types)
 
 
@@ -249,7 +250,7 @@ def _witness(model: nn.Module, batch: Mapping[str, Any], program: Program, optio
                 return type(value)(doubled(item, f"{path}.{index}") for index, item in enumerate(value))
         return value
 
-    return normalize(capture(model, doubled(dict(batch), ""), loss=options.loss), options.dropout)
+    return normalize(capture(model, doubled(dict(batch), ""), loss=options.loss, dynamic=options.dynamic), options.dropout)
 
 
 def _rows(program: Program, name: str) -> object:

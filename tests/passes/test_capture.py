@@ -115,6 +115,14 @@ def test_the_demo() -> None:
     assert program.sources["linear"].path == "blocks.0.attention.qkv" and program.sources["linear"].file == "model.py"
 
 
+def test_fixed_sizes() -> None:
+    model, batch = GPT(Config(layers=2)), words(4, 8)
+    program = capture(model, batch, dynamic=False)
+    assert shapes(program) == {"input_ids": "4, 8", "labels": "4, 8"} and not program.symbols
+    assert_same(program, model, batch)
+    assert matches(program, batch, model) and not matches(program, words(4, 9), model)
+
+
 def test_text_of_one_layer(golden: Callable[..., None]) -> None:
     golden(text(capture(GPT(Config(layers=1)), words(4, 8))), "capture")
 

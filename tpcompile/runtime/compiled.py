@@ -54,6 +54,7 @@ def compile(
     dropout: str = "local",
     vocab_parallel: bool = True,
     outputs: Literal["all", "loss"] = "all",
+    dynamic: bool = True,
     recompute: str = "none",
     precision: Literal["bf16", "fp16"] | None = None,
     weights: str | Path | Initial | None = None,
@@ -92,6 +93,8 @@ def compile(
     `data_parallel` says what replicas share out: "ddp" nothing, "zero1" the optimizer's state, "zero2" also gradients and, between steps,
     parameters, "zero3" the same, and layers' parameters are gathered again for backward. `tpcompile.memory` has the bytes.
 
+    With `dynamic=False` the sizes of the example's micro-batch are fixed, which compiles faster: a batch of other sizes is captured anew.
+
     `recompute` trades time for the memory of activations, by layers. "full": a layer keeps what it is given, and runs again in backward,
     with its collectives. "selective": it also keeps what its linear layers and collectives make; attention, norms and activations run
     again.
@@ -125,6 +128,7 @@ def compile(
         dropout=check_dropout(dropout, "compile"),
         vocab_parallel=vocab_parallel,
         outputs=outputs,
+        dynamic=dynamic,
         recompute=check_recompute(recompute, schedule, placed.pp),
         precision=check_precision(precision),
     )
