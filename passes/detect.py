@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 from torch import fx
 
@@ -35,27 +37,27 @@ def detect(program: Program) -> tuple[Cone, ...]:
     before  %h = linear(%x, up), %a = gelu(%h), %y = linear(%a, down)
     after   mlp: row %y, column %h; %h, %a : [b, s, 256@?0], up [256@?0, 64], down [64, 256@?0]
     """
-    order = {node: position for position, node in enumerate(program.graph.nodes)}
-    weights, apart = weight_values(program), aside(program.graph, program.updates)
+    walked = _Walked(program)
+    weights, apart = walked.weights, aside(program.graph, program.updates)
     cones: list[Cone] = []
     for node in program.graph.nodes:
         for op, letter, bound in seeds(program, node, weights):
-            walk: _Walk | None = _Walk(program, order, weights, len(cones))
+            walk: _Walk | None = _Walk(walked)
             while walk is not None:
                 cone = walk.run(op, letter, bound)
-                cones.append(replace(cone, layouts={**cone.layouts, **follow(program, apart, cone.layouts)}))
-                walk = _Walk(program, order, weights, len(cones), seed=walk.finer) if walk.finer else None
+                cones.append(replace(cone, layouts={**cone.layouts, **follow(program, apart, cone.layouts)}) if apart else cone)
+                walk = _Walk(walked, seed=walk.finer) if walk.finer else None
         for op, letter, bound in ends(program, node):
-            cones.append(replace(_Walk(program, order, weights, len(cones), scores=True).run(op, letter, bound), kind="vocabulary"))
+            cones.append(replace(_Walk(walked, scores=True).run(op, letter, bound), kind="vocabulary"))
     last, found = heads(program, weights), list[Cone]()
     for op, letter, bound in score_ends(program, last):
-        cone = _Walk(program, order, weights, len(cones) + len(found), scores=True).run(op, letter, bound)
+        cone = _Walk(walked, scores=True).run(op, letter, bound)
         found.append(replace(cone, kind="vocabulary"))
     cones += of_vocabularies(program, found, last, cones)
     products = {cone.seed for cone in cones if cone.kind != "vocabulary"}
     alone = products.difference(*(cone.columns for cone in cones))
     for op, letter, bound in sums_after(program, alone, products):
-        walk = _Walk(program, order, weights, len(cones))
+        walk = _Walk(walked)
         cone = walk.run(op, letter, bound)
         if walk.within and not alone.isdisjoint(cone.columns):
             cones.append(replace(cone, kind="sum"))
@@ -88,18 +90,52 @@ def trained(program: Program, node: fx.Node) -> bool:
     return any(value.name in program.parameters for value in seen)
 
 
+CUT = Open(0)
+"""What all walks carry: cuts of different walks are never put together."""
+
+
+class _Walked:
+    """What the walks through a program share: its order, and how walks went on from single values."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.weights = program, weight_values(program)
+        self.order = {node: position for position, node in enumerate(program.graph.nodes)}
+        self.ends: dict[tuple[object, ...], _End] = {}
+
+
+class _End:
+    """What a walk found from one value on, when there was no other left: every walk that comes there finds the same.
+
+    So the walks of all layers share what they find above them: a cut of the residual stream is followed up once, not once for each layer.
+    """
+
+    def __init__(self, walk: _Walk, start: Sequence[int]) -> None:
+        self.walk, self.start, self.stop = walk, start, tuple(map(len, walk.notes()))
+        self.parts: list[list[Any]] = []
+
+    def give(self, walk: _Walk) -> None:
+        """Add to a walk's notes. Raises LayoutError where it needs a placeholder in two layouts."""
+        if not self.parts:
+            notes = (note.items() if isinstance(note, dict) else note for note in self.walk.notes())
+            self.parts = [list(islice(note, *ends)) for note, *ends in zip(notes, self.start, self.stop, strict=True)]
+        for note, part in zip(walk.notes(), self.parts, strict=True):
+            note.update(part) if isinstance(note, dict) else note.extend(part)
+        for node, layout in self.parts[-1]:
+            walk.hold(node, layout)
+        walk.finer = self.walk.finer
+
+
 @dataclass
 class _Walk:
     """One walk, in reverse order of the graph, so that all uses of a value are known before the value is asked."""
 
-    program: Program
-    order: Mapping[fx.Node, int]
-    weights: frozenset[fx.Node]
-    key: int
+    walked: _Walked
     scores: bool = False  # whether it may follow a cut through what works along it
     seed: Dim = ()  # how the contracted dimension is cut; (): it is one factor
     finer: Dim | None = None  # how else it might be, after a stop
     needs: dict[fx.Node, Layout] = field(default_factory=dict)
+    held: dict[fx.Node, Layout] = field(default_factory=dict)  # the layouts of placeholders, where it ends
+    asked: list[tuple[fx.Node, Layout]] = field(default_factory=list)  # each time that it needs one
     items: dict[fx.Node, dict[int, Layout]] = field(default_factory=dict)
     queue: list[tuple[int, fx.Node]] = field(default_factory=list)
     layouts: dict[str, Layout | tuple[Layout, ...]] = field(default_factory=dict)
@@ -109,21 +145,45 @@ class _Walk:
     stops: list[tuple[str, str]] = field(default_factory=list)
     limits: list[tuple[str, str]] = field(default_factory=list)  # stops at what could be cut elsewhere
 
+    @property
+    def program(self) -> Program:
+        return self.walked.program
+
     def run(self, op: Op, letter: str, bound: Bound) -> Cone:
-        self.seed = tuple(tuple(replace(f, cut=f.cut and Open(self.key)) for f in segment) for segment in self.seed)
-        self.seed = self.seed or ((Factor(bound.sizes[letter], Open(self.key)),),)
+        self.seed = self.seed or ((Factor(bound.sizes[letter], CUT),),)
         apart = (_seed_layout(tokens, kind, letter, self.seed) for tokens, kind in zip(bound.ins, op.ins, strict=True))
         shapes = (self.program.types[operand.name].shape for operand in op.operands)  # type: ignore[union-attr]
         wants = tuple(reshape(layout, shape) for layout, shape in zip(apart, shapes, strict=True))
         try:
             for operand, layout in zip(op.operands, wants, strict=True):
                 self.need(operand, layout)
-            while self.queue:
-                self.visit(heapq.heappop(self.queue)[1])
+            self.follow()
         except LayoutError as error:
             self.stops.append((op.node.name, str(error)))
             self.products.clear()
+        for node in sorted(self.held, key=self.walked.order.__getitem__, reverse=True):
+            if node.name in self.program.parameters:
+                self.layouts[node.name] = self.held[node]
         return self.cone(op, wants)
+
+    def follow(self) -> None:
+        """Visit what is needed, until nothing is left or the rest is known."""
+        marks: list[tuple[tuple[object, ...], tuple[int, ...]]] = []
+        while self.queue:
+            node = heapq.heappop(self.queue)[1]
+            if not self.queue and node not in self.items and self.finer is None:
+                key: tuple[object, ...] = (node, self.needs[node], self.scores, self.seed)
+                if (known := self.walked.ends.get(key)) is not None:
+                    known.give(self)
+                    break
+                marks.append((key, tuple(map(len, self.notes()))))
+            self.visit(node)
+        for key, mark in marks:
+            self.walked.ends[key] = _End(self, mark)
+
+    def notes(self) -> tuple[dict[str, Any] | list[Any], ...]:
+        """What it writes down as it goes; what it asks of placeholders comes last."""
+        return (self.layouts, self.products, self.crossed, self.within, self.stops, self.limits, self.asked)
 
     def cone(self, op: Op, wants: tuple[Layout, ...]) -> Cone:
         stop, reason = self.stops[0] if self.stops else ("", "")
@@ -144,7 +204,8 @@ class _Walk:
         return True
 
     def kind(self, columns: Collection[str]) -> Kind:
-        crossed = [name for value, name in self.crossed.items() if value not in columns]
+        first = set(columns)
+        crossed = [name for value, name in self.crossed.items() if value not in first]
         if any(word in name for name in crossed for word in ATTENDS):
             return "attention"
         return "linear" if all(name in STILL for name in crossed) else "mlp"
@@ -153,18 +214,21 @@ class _Walk:
         """Ask for a value in a layout; two uses must agree."""
         if not layout.is_cut:
             return
+        if node.op == "placeholder":
+            self.asked.append((node, layout))
+            self.hold(node, layout)
+            return
         if node in self.needs:
             before = self.needs[node]
-            layout = Layout(tuple(join(a, b) for a, b in zip(before.dims, layout.dims, strict=True)))
+            layout = _joined(before, layout)
         else:
-            heapq.heappush(self.queue, (-self.order[node], node))
+            heapq.heappush(self.queue, (-self.walked.order[node], node))
         self.needs[node] = layout
 
+    def hold(self, node: fx.Node, layout: Layout) -> None:
+        self.held[node] = _joined(self.held[node], layout) if node in self.held else layout
+
     def visit(self, node: fx.Node) -> None:
-        if node.op == "placeholder":
-            if node.name in self.program.parameters:
-                self.layouts[node.name] = self.needs[node]
-            return
         if op_name(node) == "getitem":
             self.visit_item(node)
             return
@@ -190,9 +254,9 @@ class _Walk:
         for operand, layout in zip(op.operands, ins, strict=True):
             self.need(operand, layout)
         cut = [operand for operand, layout in zip(op.operands, ins, strict=True) if layout.is_cut]
-        if node not in self.weights and contracts(op):
-            if any(operand in self.weights for operand in cut):
-                self.products[node.name] = [operand for operand in cut if operand not in self.weights]
+        if node not in self.walked.weights and contracts(op):
+            if any(operand in self.walked.weights for operand in cut):
+                self.products[node.name] = [operand for operand in cut if operand not in self.walked.weights]
             else:
                 self.within.append(node.name)
 
@@ -202,7 +266,7 @@ class _Walk:
         self.layouts[node.name] = self.needs[node]
         if parent not in self.items:
             self.items[parent] = {}
-            heapq.heappush(self.queue, (-self.order[parent], parent))
+            heapq.heappush(self.queue, (-self.walked.order[parent], parent))
         self.items[parent][index] = self.needs[node]
 
     def outputs(self, node: fx.Node) -> list[Layout | None]:
@@ -211,6 +275,10 @@ class _Walk:
             assert isinstance(kinds, tuple)
             return [self.items[node].get(index) for index in range(len(kinds))]
         return [self.needs[node]]
+
+
+def _joined(a: Layout, b: Layout) -> Layout:
+    return Layout(tuple(join(x, y) for x, y in zip(a.dims, b.dims, strict=True)))
 
 
 def _seed_layout(tokens: Iterable[object], kind: TensorType, letter: str, seed: Dim) -> Layout:

@@ -14,7 +14,6 @@ from tpcompile.factors import LayoutError, quotient
 from tpcompile.ir import Cone, Kind, Left, Plan, Program, Region
 from tpcompile.layout import (
     Cut,
-    Dim,
     Factor,
     Layout,
     Open,
@@ -95,37 +94,42 @@ class Union:
 
 def unite(cones: Sequence[Cone]) -> list[Union]:
     """Join cones that cut the same value in the same way: one activation that feeds two row-cut linears."""
-    unions: list[Union] = []
-    for cone in cones:
+    unions: dict[int, Union] = {}
+    having: dict[str, set[int]] = {}  # value → the unions that cut it, or that others have joined since
+    joined: dict[int, int] = {}
+
+    def now(number: int) -> int:
+        while number in joined:
+            number = joined[number]
+        return number
+
+    for number, cone in enumerate(cones):
         union = Union(cone.kind, {cone.seed: cone.wants}, cone.layouts, cone.columns)
-        for other in [u for u in unions if _joins(u, union)]:
-            unions.remove(other)
+        near = sorted({now(place) for place in set().union(*(having.get(name, ()) for name in cone.layouts))})
+        for place in [place for place in near if _joins(unions[place], union)]:
+            other, joined[place] = unions.pop(place), number
             kind: Kind = min(other.kind, union.kind, key=RANK.__getitem__)
             columns = tuple(dict.fromkeys(other.columns + union.columns))
             union = Union(kind, {**other.wants, **union.wants}, {**other.layouts, **union.layouts}, columns)
-        unions.append(union)
-    return unions
+        unions[number] = union
+        for name in cone.layouts:
+            having[name] = {now(place) for place in having.get(name, ())} | {number}
+    return list(unions.values())
 
 
 def _joins(a: Union, b: Union) -> bool:
+    if not a.wants.keys().isdisjoint(b.wants) or not a.wants.keys().isdisjoint(b.layouts) or not b.wants.keys().isdisjoint(a.layouts):
+        return False
     shared = a.layouts.keys() & b.layouts.keys()
-    return (
-        bool(shared)
-        and all(_alike(a.layouts[name], b.layouts[name]) for name in shared)
-        and not set(a.rows) & {*b.rows, *b.layouts}
-        and not set(b.rows) & a.layouts.keys()
-    )
+    return bool(shared) and all(_alike(a.layouts[name], b.layouts[name]) for name in shared)
 
 
 def _alike(a: Layout | tuple[Layout, ...], b: Layout | tuple[Layout, ...]) -> bool:
-    """Equal up to the keys of open cuts."""
+    if a is b:
+        return True
     if isinstance(a, tuple) or isinstance(b, tuple):
         return isinstance(a, tuple) and isinstance(b, tuple) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
-    return all(same_dim(_keyless(x), _keyless(y)) for x, y in zip(a.dims, b.dims, strict=True))
-
-
-def _keyless(dim: Dim) -> Dim:
-    return tuple(tuple(replace(f, cut=replace(f.cut, key=0)) if isinstance(f.cut, Open) else f for f in segment) for segment in dim)
+    return all(same_dim(x, y) for x, y in zip(a.dims, b.dims, strict=True))
 
 
 class _Chooser:
