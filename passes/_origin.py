@@ -6,6 +6,7 @@ import linecache
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 
 from torch import fx, nn
@@ -22,14 +23,24 @@ def source_of(node: fx.Node, loss: Source | None = None) -> Source | None:
 
     Torch notes the lines of modules alone: for what ran outside of any it is where the `loss` stands.
     """
-    frames = list(FRAME.finditer(node.meta.get("stack_trace") or ""))
-    if not frames:
+    frame, is_users, is_ours = _frame(node.meta.get("stack_trace") or "")
+    if frame is None:
         return None
-    own = [frame for frame in frames if is_user_file(frame["file"])]
-    if not own and not _in_model(node) and any(OWN in Path(frame["file"]).parents for frame in frames):
+    if not is_users and is_ours and not _in_model(node):
         return loss
+    return Source(*frame, path_of(node))
+
+
+@lru_cache(4096)
+def _frame(trace: str) -> tuple[tuple[str, int, str] | None, bool, bool]:
+    """File, line and code of a trace's innermost frame outside torch, else of the innermost; if it is outside; if any frame is ours."""
+    frames = list(FRAME.finditer(trace))
+    own = [frame for frame in frames if is_user_file(frame["file"])]
+    if not frames:
+        return None, False, False
     frame = (own or frames)[-1]
-    return Source(Path(frame["file"]).name, int(frame["line"]), frame["code"].strip(), path_of(node))
+    ours = any(OWN in Path(each["file"]).parents for each in frames)
+    return (Path(frame["file"]).name, int(frame["line"]), frame["code"].strip()), bool(own), ours
 
 
 def _in_model(node: fx.Node) -> bool:
@@ -50,6 +61,7 @@ def path_of(node: fx.Node) -> str:
     return _own_path(next(reversed(stack.values()))[0]) if stack else ""
 
 
+@cache
 def _own_path(path: str) -> str:
     """Without the wrapper, and without the mark of a second call: "model.h.0@1.fc" is h.0.fc."""
     return re.sub(r"@\d+", "", path).removeprefix(ROOT).removeprefix(".")
@@ -85,8 +97,13 @@ def _around(node: fx.Node) -> list[str]:
 
 def _above(node: fx.Node) -> list[str]:
     """The modules that hold those that a node ran in: with those whose `forward` was called past the module itself."""
-    words = [path.split(".") for path in _around(node)]
-    return [".".join(path[:depth]) for path in words for depth in range(1, len(path) + 1)]
+    return [above for path in _around(node) for above in _prefixes(path)]
+
+
+@cache
+def _prefixes(path: str) -> tuple[str, ...]:
+    words = path.split(".")
+    return tuple(".".join(words[:depth]) for depth in range(1, len(words) + 1))
 
 
 def _runs(model: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, list[str]]:
@@ -97,9 +114,12 @@ def _runs(model: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, list[str]]:
 
 def _children(model: nn.Module, ways: Iterable[Iterable[str]]) -> dict[str, list[str]]:
     runs: dict[str, list[str]] = {}
+    holds: dict[str, bool] = {}
     for path in (path for way in ways for path in way):
         parent = path.rpartition(".")[0]
-        if path and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        if parent not in holds:
+            holds[parent] = isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        if path and holds[parent]:
             run = runs.setdefault(parent, [])
             if not run or run[-1] != path:
                 run.append(path)
