@@ -51,7 +51,7 @@ class Builder:
         self, model: nn.Module, exported: Exported, paths: Sequence[str], examples: Sequence[Tensor], loss: Source | None = None
     ) -> None:
         self.model, self.exported, self.paths, self.loss = model, exported, paths, loss
-        self.work = Flattener().flatten(exported.program.graph_module)
+        self.work = Flattener(exported.layers.calls).flatten(exported.program.graph_module)
         self.holders = self._holders()
         self.aliases = self._merge_twins()
         self.symbols = name_symbols(examples, [node.meta["val"].shape for node in self._of("input")])
@@ -101,6 +101,7 @@ class Builder:
             guards=guards_of(self.model, self.exported.program, self.symbols, leaves),
             notes=self.exported.notes,
             sites=self.sites,
+            repeated=self.exported.layers.report(),
         )
 
     # ------------------------------------------------------------------------------------ placeholders

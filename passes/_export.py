@@ -24,6 +24,7 @@ from tpcompile.passes._blank import as_on_cpu
 from tpcompile.passes._call import Call, Found
 from tpcompile.passes._eager import check_eager
 from tpcompile.passes._functions import keep
+from tpcompile.passes._layers import Layers
 from tpcompile.passes._reasons import raised_at, reason_of, user_code, user_line
 
 RECOMPUTES = "the model's own activation checkpointing is left out"
@@ -34,18 +35,20 @@ class Exported:
     program: ExportedProgram
     found: Found
     notes: tuple[str, ...]
+    layers: Layers
 
 
-def export(call: Call, tensors: Sequence[Tensor], dynamic: Sequence[frozenset[int]]) -> Exported:
+def export(call: Call, tensors: Sequence[Tensor], dynamic: Sequence[frozenset[int]], *, once: bool = True) -> Exported:
     """Export with these dimensions dynamic; if that fails with only the rows dynamic, and then with none.
 
+    Of layers that are alike, only some are traced if that is to be done `once`: see `_layers`.
     Raises CaptureError with the reason of the last attempt and the user's line; InputError where the model does not run without export.
     """
     attempts = [tuple(dynamic), tuple(dims & {0} for dims in dynamic), (frozenset[int](),) * len(dynamic)]
     *dynamic_ones, static = dict.fromkeys(attempts)
     for dims in dynamic_ones:
         try:
-            exported = _attempt(call, tensors, dims)
+            exported = _attempt(call, tensors, dims, once)
         except TpcompileError:
             raise
         except Exception:
@@ -53,7 +56,7 @@ def export(call: Call, tensors: Sequence[Tensor], dynamic: Sequence[frozenset[in
         if _is_measurable(exported.program):
             return exported
     try:
-        return _attempt(call, tensors, static)
+        return _attempt(call, tensors, static, once)
     except TpcompileError:
         raise
     except Exception as error:
@@ -61,19 +64,44 @@ def export(call: Call, tensors: Sequence[Tensor], dynamic: Sequence[frozenset[in
         raise _failed(call, error) from error
 
 
-def _attempt(call: Call, tensors: Sequence[Tensor], dims: Sequence[frozenset[int]]) -> Exported:
+def _attempt(call: Call, tensors: Sequence[Tensor], dims: Sequence[frozenset[int]], once: bool) -> Exported:
+    """An export; a second one where layers were copied and the last of them was not known before; one in full where that does not help."""
+    layers = Layers(call.model if once else nn.Module())
+    try:
+        exported = _exported(call, tensors, dims, layers)
+        if last := layers.unchecked():
+            layers = Layers(call.model, last)
+            exported = _exported(call, tensors, dims, layers)
+        if not layers.unchecked():
+            return exported
+    except TpcompileError:
+        raise
+    except Exception:
+        if not layers.calls:
+            raise
+    return _exported(call, tensors, dims, Layers(nn.Module()))
+
+
+def _exported(call: Call, tensors: Sequence[Tensor], dims: Sequence[frozenset[int]], layers: Layers) -> Exported:
     shapes = [dict.fromkeys(sorted(wanted), Dim.AUTO) for wanted in dims]
     record = call.record
     record.refused, record.notes = None, {}
     try:
-        with torch.inference_mode(False), torch.enable_grad(), _watching(call), _quiet(), as_on_cpu(call.model):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _watching(call),
+            layers.watching(),
+            _quiet(),
+            as_on_cpu(call.model),
+        ):
             program = torch.export.export(call, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
     except Exception as error:
         if record.refused is not None:
             raise record.refused from error
         raise
     assert record.found is not None
-    return Exported(program, record.found, (*record.notes, *record.found.notes))
+    return Exported(program, record.found, (*record.notes, *record.found.notes), layers)
 
 
 def _is_measurable(program: ExportedProgram) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, fx
 from torch._functorch import predispatch
 
 from tpcompile.ir import Source
+from tpcompile.passes._copies import Copies, tensors
+from tpcompile.passes._layers import Call
+from tpcompile.passes._marks import AGAIN, BEGIN, END
 from tpcompile.passes._origin import source_of
 from tpcompile.passes._reasons import refuse
 from tpcompile.passes._unbatched import FIX, is_functorch, regions, traced
@@ -33,8 +37,9 @@ CHECKS = frozenset(
 class Flattener:
     """Builds the flat copy. In the new nodes' `meta`, "storage" names the memory that a tensor lives in, "no_grad" is where it was made."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Sequence[Call] = ()) -> None:
         self.graph = fx.Graph()
+        self._copies = Copies(self.graph, calls)
         self._storages: dict[int, int] = {}  # what a region calls a storage → what is outside
 
     def flatten(self, module: fx.GraphModule) -> fx.Graph:
@@ -59,6 +64,11 @@ class Flattener:
             elif node.target is operator.getitem and isinstance(new[node.args[0]], tuple | list):
                 new[node] = new[node.args[0]][node.args[1]]
                 self._same_storage(node, new[node])
+            elif node.target in (BEGIN, END, AGAIN):
+                operands: Any = node.args[1]
+                given = tensors(new[operand] for operand in operands)
+                mark = {BEGIN: self._copies.begin, END: self._copies.end, AGAIN: self._copies.again}[node.target]
+                new[node] = mark(node, given)
             elif (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in CHECKS) or node.target is LOAD:
                 new[node] = None
             elif is_functorch(node):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from tpcompile.passes import _binding as binding
 from tpcompile.passes._binding import bind_example
 from tpcompile.passes._build import Builder
 from tpcompile.passes._call import Call
-from tpcompile.passes._export import export
+from tpcompile.passes._export import Exported, export
 from tpcompile.passes._guards import matches, other_path
+from tpcompile.passes._layers import Different
 from tpcompile.passes._origin import line_of
 from tpcompile.passes._reasons import user_line
 
@@ -41,8 +43,18 @@ def capture(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[..., T
     tensors = [(path, leaf) for path, leaf in found if isinstance(leaf, Tensor)]
     examples = _examples(model, [leaf for _, leaf in tensors])
     call = Call(model, [leaf for _, leaf in found], spec, lambda given: binding.arguments(model, given, with_loss=loss is not None), loss)
-    exported = export(call, examples, [_dynamic(example) if dynamic else frozenset() for example in examples])
-    return Builder(model, exported, tuple(path for path, _ in tensors), examples, line_of(loss)).program(dict(found))
+    sizes = [_dynamic(example) if dynamic else frozenset[int]() for example in examples]
+    paths = tuple(path for path, _ in tensors)
+
+    def built(exported: Exported) -> Program:
+        return Builder(model, exported, paths, examples, line_of(loss)).program(dict(found))
+
+    exported = export(call, examples, sizes)
+    try:
+        return built(exported)
+    except Different as different:
+        whole = export(call, examples, sizes, once=False)
+        return replace(built(whole), repeated=(f"all layers are captured: {different}", *exported.layers.notes))
 
 
 def _refuse_autocast() -> None:

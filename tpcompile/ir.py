@@ -98,6 +98,7 @@ class Program:
     guards: Guards | None = None  # None: a program that no capture made
     witness: Program | None = None  # of the same model for more rows, where this one was captured for a single row
     notes: tuple[str, ...] = ()  # what the capture left out, in words
+    repeated: tuple[str, ...] = ()  # which layers were captured as copies of which, and why others were not, in words
 
     def nodes(self) -> Mapping[str, fx.Node]:
         return {node.name: node for node in self.graph.nodes}
