@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +34,11 @@ def live(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node in needed and node.op != "placeholder"]
 
 
-def layer_of(path: str, layers: Iterable[str]) -> str:
+def layer_of(path: str, layers: Collection[str]) -> str:
     """The outermost layer that a module path lies in, or ""."""
-    return min((layer for layer in layers if path == layer or path.startswith(layer + ".")), key=len, default="")
+    words = path.split(".")
+    above = (".".join(words[:depth]) for depth in range(1, len(words) + 1))
+    return next((layer for layer in above if layer in layers), "")
 
 
 def arrange(stage: Stage, paths: Mapping[str, str], layers: Sequence[str]) -> tuple[Part, ...]:
@@ -75,7 +77,8 @@ def _homes(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int], paths: Mappin
 
     Where both are layers, what prepares a value goes to its users, anything else stays with its input.
     """
-    known = {node: layer_of(paths[node.name], layers) for node in nodes if node.name in paths}
+    listed = frozenset(layers)
+    known = {node: layer_of(paths[node.name], listed) for node in nodes if node.name in paths}
     using = dict(known)
     for node in reversed(nodes):
         users = {using[user] for user in node.users if user in using}

@@ -297,7 +297,7 @@ def _tilings(draft: Draft, source: fx.Node, slices: Iterable[fx.Node]) -> Iterab
 def _split_at(draft: Draft, source: fx.Node, parts: list[fx.Node]) -> None:
     dim = argument(parts[0], "dim")
     kinds = tuple(draft.types[part.name] for part in parts)
-    first = min(parts, key=lambda part: list(draft.graph.nodes).index(part))
+    first = min(parts)  # in the graph's order
     twins = [[user for user in source.users if _same_slice(draft, user, part)] for part in parts]
     with draft.graph.inserting_before(first):
         sizes = [kind.shape[dim] for kind in kinds]  # type: ignore[union-attr]

@@ -102,10 +102,11 @@ class Compilation:
         """The modules that a rank runs, with its own pieces of the model's parameters."""
         tables: dict[str, Any] = {"layouts": self.local.layouts, "origins": self.local.origins}
         tables["held"] = [stage.index for stage in self.step.stages_at(self.mesh.coordinates(rank)["pp"])]
-        made = emit(self.stages, self.program, model, self.pieces(), self.mesh, rank, torch.device(device), **tables)
-        for stage, module, graph in zip(made.stages, made.modules, made.graphs, strict=True):
-            held = dict(module.named_parameters(remove_duplicate=False))
-            check_rank(self.local, stage, graph, made.coordinates["tp"], held)
+        with _without_collecting():
+            made = emit(self.stages, self.program, model, self.pieces(), self.mesh, rank, torch.device(device), **tables)
+            for stage, module, graph in zip(made.stages, made.modules, made.graphs, strict=True):
+                held = dict(module.named_parameters(remove_duplicate=False))
+                check_rank(self.local, stage, graph, made.coordinates["tp"], held)
         return made
 
     def held(self) -> dict[str, Layout]:
