@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -80,7 +81,7 @@ class Row:
 
     @property
     def total(self) -> float:
-        return sum(self.seconds[name] for name in ("compile", "rank"))
+        return sum(self.seconds.get(name, math.inf) for name in ("compile", "rank"))
 
 
 def peak() -> int:
@@ -232,9 +233,11 @@ def ratio(args: argparse.Namespace, console: Console) -> list[Row]:
     best: dict[str, Row] = {}
     for _ in range(args.repeat):
         for mesh in (EIGHT, MANY):
-            run = fresh(Row("tpcompile", args.models.split(",")[0], args.sizes.split(",")[0], mesh, processor=args.processor))
+            run = fresh(Row("tpcompile", args.models.split(",")[0], args.sizes.split(",")[-1], mesh, processor=args.processor))
             best[mesh] = min(best.get(mesh, run), run, key=lambda row: row.total)
     console.print(shown(list(best.values())))
+    if any(row.failed for row in best.values()):
+        return list(best.values())
     console.print(f"rank 0 of 16,384 ({MANY}) takes {best[MANY].total / best[EIGHT].total:.2f} of the time of rank 0 of 8 ({EIGHT})")
     return list(best.values())
 
@@ -246,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--sizes", default=",".join(SIZES), help="static,dynamic (default: both)")
     made.add_argument("--ways", default=",".join(WAYS), help=f"default: {','.join(WAYS)}")
     made.add_argument("--meshes", default=EIGHT, help=f"separated by spaces (default: {EIGHT})")
-    made.add_argument("--ranks", action="store_true", help="rank 0 of 8 and of 16,384, of the first model and sizes")
+    made.add_argument("--ranks", action="store_true", help="rank 0 of 8 and of 16,384, of the first model and the last of sizes")
     made.add_argument("--processor", action="store_true", help="seconds of processor time, not of the clock on the wall")
     made.add_argument("--repeat", type=int, default=1, metavar="N", help="processes for a row, of which the fastest counts")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")

@@ -93,7 +93,8 @@ def compile(
     `data_parallel` says what replicas share out: "ddp" nothing, "zero1" the optimizer's state, "zero2" also gradients and, between steps,
     parameters, "zero3" the same, and layers' parameters are gathered again for backward. `tpcompile.memory` has the bytes.
 
-    With `dynamic=False` the sizes of the example's micro-batch are fixed, which compiles faster: a batch of other sizes is captured anew.
+    With `dynamic=False` the sizes of the example are fixed, which compiles faster: a batch of other sizes is captured anew. Such a batch
+    is not divided: a loss over it is refused where there are several replicas or micro-batches.
 
     `recompute` trades time for the memory of activations, by layers. "full": a layer keeps what it is given, and runs again in backward,
     with its collectives. "selective": it also keeps what its linear layers and collectives make; attention, norms and activations run
