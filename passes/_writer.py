@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from torch import fx, nn
 
@@ -14,6 +16,7 @@ from tpcompile.errors import TpcompileError
 from tpcompile.ir import PerRank, Program, Stage
 from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._applied import import_lines, imported
+from tpcompile.passes._cores import arranged, cores_of
 from tpcompile.passes._parts import Part
 from tpcompile.passes._source import (
     RESERVED,
@@ -52,6 +55,7 @@ class About:
     layouts: Mapping[str, Layout | tuple[Layout, ...]]
     origins: Mapping[str, str]  # node that a pass added → the program's node whose value it is a piece of
     stages: int
+    cores: bool = False  # whether the cores of attention are methods of their own, `core`, so that they can run again in backward
 
 
 def write(stage: Stage, parts: Sequence[Part], tree: Tree, twins: Mapping[str, str], about: About) -> str:
@@ -112,8 +116,9 @@ def _class(name: str, doc: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """How the root calls a layer."""
+    """How the root calls a layer, or a layer its core."""
 
+    target: str
     arguments: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
 
@@ -145,14 +150,44 @@ class _Writer:
             elif source not in inside:
                 scope.name(source, self._argument(source))
                 arguments.append(source)
-        results = tuple(node for node in part.nodes if any(user in self.run and user not in inside for user in node.users))
+        results = self._results(part.nodes)
         sites = tuple(site for node in part.nodes if (site := site_of(node)) is not None)
-        signature = self._signature(arguments, scope)
-        body = self._statements([part], scope, set(results), sites, self._device(tree, arguments, scope))
+        drawn = (node for node in part.nodes if site_of(node) is not None)
+        spelled = {node: f"self.sites[{number}]" for number, node in enumerate(drawn)}
+        parts, cores, methods = [part], dict[Part, _Call](), list[str]()
+        if self.about.cores and (found := cores_of(self.stage, part.nodes)):
+            parts = [Part("", step) for step in arranged(part.nodes, found)]
+            names = itertools.chain(["core"], (f"core_{i}" for i in itertools.count(1)))
+            free = (name for name in names if name not in {*tree.children, *tree.held})
+            for core, name in zip(found, free, strict=False):
+                cores[Part("", core)] = self._core(name, core, part.layer, tree, spelled, methods)
+        signature = self._signature("forward", arguments, scope)
+        body = self._statements(parts, scope, set(results), spelled, self._device(tree, arguments, scope), cores, short=True)
         body.append(f"return {', '.join(scope.names[node] for node in results)}")
-        name = self._named(self._methods(tree, signature, body, sites=bool(sites)), part.layer)
+        name = self._named(self._methods(tree, signature, body, sites=bool(sites), methods=methods), part.layer)
         tree.made = f"{name}(tp, device, sites={sites})" if sites else f"{name}(tp, device)"
-        return _Call(tuple(arguments), results)
+        return _Call(attribute(self.tree, part.layer), tuple(arguments), results)
+
+    def _core(self, name: str, core: Sequence[fx.Node], layer: str, tree: Tree, sites: Mapping[fx.Node, str], methods: list[str]) -> _Call:
+        """Write a method of a layer's class that computes the core of its attention."""
+        inside, scope, arguments = set(core), Scope(self.functions.values()), []
+        for source in dict.fromkeys(source for node in core for source in node.all_input_nodes):
+            if own := self._own(source, layer):
+                scope.names[source] = attribute(tree, own)
+            elif source not in inside:
+                scope.name(source, self._argument(source) if source.op == "placeholder" else stem(source))
+                arguments.append(source)
+        results = self._results(core)
+        signature = self._signature(name, arguments, scope)
+        body = self._statements([Part("", tuple(core))], scope, set(results), sites, self._device(tree, arguments, scope), short=True)
+        body.append(f"return {', '.join(scope.names[node] for node in results)}")
+        methods.append(f"{signature}\n{textwrap.indent(chr(10).join(body), '    ')}")
+        return _Call(f"self.{name}", tuple(arguments), results)
+
+    def _results(self, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """Of these nodes, those that others take."""
+        inside = set(nodes)
+        return tuple(node for node in nodes if any(user in self.run and user not in inside for user in node.users))
 
     def root(self, calls: Mapping[Part, _Call], twins: Mapping[str, str]) -> str:
         """The class of the stage itself."""
@@ -166,9 +201,9 @@ class _Writer:
                 arguments.append(node)
             elif node.users:
                 raise TpcompileError(f"placeholder {node.name} of stage {self.stage.index} is no parameter, buffer, constant or input")
-        signature = self._signature(arguments, scope)
+        signature = self._signature("forward", arguments, scope)
         output = self.stage.graph.output_node()
-        body = self._statements(self.parts, scope, set(output.all_input_nodes), (), self._device(self.tree, arguments, scope), calls)
+        body = self._statements(self.parts, scope, set(output.all_input_nodes), {}, self._device(self.tree, arguments, scope), calls)
         values = [scope.names[value] if isinstance(value, fx.Node) else repr(value) for value in output.args[0]]  # type: ignore[union-attr]
         count = len(values) - len(self.stage.updates)
         new = dict(zip(self.stage.updates, values[count:], strict=True))
@@ -232,37 +267,40 @@ class _Writer:
         parts: Sequence[Part],
         scope: Scope,
         kept: set[fx.Node],
-        sites: Sequence[int],
+        sites: Mapping[fx.Node, str],
         device: str,
-        calls: Mapping[Part, _Call] | None = None,
+        calls: Mapping[Part, _Call] = MappingProxyType({}),
+        *,
+        short: bool = False,
     ) -> list[str]:
-        """The lines that compute `parts`: a statement for every node, or for a layer that is called. Values die after their last use."""
-        steps = [(part, node) for part in parts for node in ([None] if calls and part.layer else part.nodes)]
-        reads = [node.all_input_nodes if node else calls[part].arguments for part, node in steps]  # type: ignore[index]
+        """The lines that compute `parts`: a statement for every node, or for a part that is called. Values die after their last use.
+
+        With `short`, values have their names without what tells equal layers apart.
+        """
+        steps = [(part, node) for part in parts for node in ([None] if part in calls else part.nodes)]
+        reads = [node.all_input_nodes if node else calls[part].arguments for part, node in steps]
         last = {source: index for index, sources in enumerate(reads) for source in sources}
         lines = [f"device = {device}"] if any(has_device(node) for _, node in steps if node) else []
-        said, drawn = "", 0
+        said = ""
         for index, (part, node) in enumerate(steps):
             dead = [scope.names[source] for source in dict.fromkeys(reads[index]) if last[source] == index and source not in kept]
             dead = [name for name in dead if name.isidentifier()]  # self.weight stays
             if node is None:
-                lines.append(self._call(part, calls[part], scope, dead))  # type: ignore[index]
+                lines.append(self._call(calls[part], scope, dead, short))
                 continue
             where = self._origin(node)
             if where and where != said:
                 lines.append(where)
                 said = where
-            site = f"self.sites[{drawn}]" if sites and site_of(node) is not None else ""
-            drawn += bool(site)
-            value = expression(node, scope.names, site, self.functions)
-            name = scope.name(node, stem(node) if calls is None else node.name)
+            value = expression(node, scope.names, sites.get(node, ""), self.functions)
+            name = scope.name(node, stem(node) if short else node.name)
             lines.append(statement(name, value, dead, self._comment(node)))
         return lines
 
-    def _call(self, part: Part, call: _Call, scope: Scope, dead: Sequence[str]) -> str:
+    def _call(self, call: _Call, scope: Scope, dead: Sequence[str], short: bool) -> str:
         arguments = ", ".join(scope.names[source] for source in call.arguments)
-        target = ", ".join(scope.name(result, result.name) for result in call.results)
-        return statement(target, f"{attribute(self.tree, part.layer)}({arguments})", dead, "")
+        target = ", ".join(scope.name(result, stem(result) if short else result.name) for result in call.results)
+        return statement(target, f"{call.target}({arguments})", dead, "")
 
     def _origin(self, node: fx.Node) -> str:
         """The user's line; for what a pass added, its value's, but for our operators: their value's may be in another layer."""
@@ -274,11 +312,11 @@ class _Writer:
         value = self.about.origins.get(node.name, node.name)
         return type_text(self.about.program.types.get(value), self.about.layouts.get(node.name))
 
-    def _signature(self, arguments: Sequence[fx.Node], scope: Scope) -> str:
-        """The first lines of forward: its arguments, and their types."""
+    def _signature(self, method: str, arguments: Sequence[fx.Node], scope: Scope) -> str:
+        """The first lines of a method: its arguments, and their types."""
         names = [scope.names[node] for node in arguments]
         comment = argument_comment([(name, self._comment(node)) for name, node in zip(names, arguments, strict=True)])
-        return f"def forward({', '.join(['self', *names])}):" + (f"\n    {comment}" if comment else "")
+        return f"def {method}({', '.join(['self', *names])}):" + (f"\n    {comment}" if comment else "")
 
     def _device(self, tree: Tree, arguments: Sequence[fx.Node], scope: Scope) -> str:
         """An expression for the module's device."""
@@ -286,12 +324,21 @@ class _Writer:
         tensors = [scope.names[node] for node in arguments if self._is_tensor(node) and node.name != "rng_key"]
         return f"{first or tensors[0]}.device" if first or tensors else "None"
 
-    def _methods(self, tree: Tree, signature: str, body: Sequence[str], extra: Sequence[str] = (), *, sites: bool = False) -> str:
-        made = ["super().__init__()"]
-        made += ["self.rank = tp"] if any("self.rank" in line for line in body) else []
+    def _methods(
+        self,
+        tree: Tree,
+        signature: str,
+        body: Sequence[str],
+        extra: Sequence[str] = (),
+        *,
+        sites: bool = False,
+        methods: Sequence[str] = (),
+    ) -> str:
+        made, lines = ["super().__init__()"], [*body, *methods]
+        made += ["self.rank = tp"] if any("self.rank" in line for line in lines) else []
         for name, note in (("tp", ""), ("tp_later", _LATER)):
             spelled = f'self.{name} = f"tp:{{tp}}/{self.about.parts}"{note}'
-            made += [spelled] if any(re.search(rf"self\.{name}\b", line) for line in body) else []
+            made += [spelled] if any(re.search(rf"self\.{name}\b", line) for line in lines) else []
         made += ["self.sites = sites  # of random numbers"] if sites else []
         made += [*constructor(tree, self.numbers), *extra]
         return "\n".join(
@@ -301,5 +348,6 @@ class _Writer:
                 "",
                 signature,
                 textwrap.indent("\n".join(body), "    "),
+                *(f"\n{method}" for method in methods),
             ]
         )

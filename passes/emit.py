@@ -75,6 +75,7 @@ def emit(
     layouts: Mapping[str, Layout | tuple[Layout, ...]] | None = None,
     origins: Mapping[str, str] | None = None,
     held: Sequence[int] | None = None,
+    cores: bool = False,
 ) -> RankProgram:
     """Make a rank's modules, one for each stage that it holds, from the graphs of all stages.
 
@@ -86,7 +87,8 @@ def emit(
 
     `pieces` has an entry for every parameter that is cut. The source's comments show the `layouts` of nodes; `origins` names the
     program's node for those that a pass added. `held` lists this rank's stages by index: by default stage i is on pipeline
-    coordinate i modulo pp. Parameters are copies on `device`; those of a model on the meta device stay there.
+    coordinate i modulo pp. With `cores`, layers compute the core of their attention in a method `core`. Parameters are copies on
+    `device`; those of a model on the meta device stay there.
 
     Buffers that forward updates are given to layers as arguments, and their new values are returned: the stage puts these in place as
     its last statements, as new tensors. So a layer may be run again in backward, and what backward reads is not written to.
@@ -100,7 +102,7 @@ def emit(
         name: [Piece(dim, tuple(collectives.held_by(bounds, c, mesh.tp))) for c in range(mesh.tp)] for name, (dim, bounds) in pieces.items()
     }
     holding = Holding(program, model, local, tuple(stages), parts, place["tp"], torch.device(device))
-    about = About(program, model, mesh.tp, layouts or {}, origins or {}, len(stages))
+    about = About(program, model, mesh.tp, layouts or {}, origins or {}, len(stages), cores)
     modules, sources, parameters = [], [], dict[str, Piece]()
     for stage in mine:
         tree, twins = holding.tree(stage)

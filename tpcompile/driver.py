@@ -101,6 +101,7 @@ class Compilation:
     def rank_program(self, model: nn.Module, rank: int, device: torch.device | str = "cpu") -> RankProgram:
         """The modules that a rank runs, with its own pieces of the model's parameters."""
         tables: dict[str, Any] = {"layouts": self.local.layouts, "origins": self.local.origins}
+        tables["cores"] = self.options.recompute == "selective"
         tables["held"] = [stage.index for stage in self.step.stages_at(self.mesh.coordinates(rank)["pp"])]
         with _without_collecting():
             made = emit(self.stages, self.program, model, self.pieces(), self.mesh, rank, torch.device(device), **tables)

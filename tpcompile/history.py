@@ -31,7 +31,7 @@ Made = TypeVar("Made")
 
 WIDTH = 120
 _KINDS = 4
-"""Kinds of operations that a pass is said to have added or taken away, at most."""
+"""Kinds of operations that a pass is said to have added or taken away, or reasons for what it did, at most."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,9 @@ def _says(step: Step) -> str:
             return f"{len(step.made)} stages of {', '.join(str(len(stage.graph.nodes)) for stage in step.made)}"
         case Program() if step.given is None:
             made = step.made
-            return f"{len(made.parameters)} parameters, {len(made.inputs)} inputs, {len(made.layers)} layers"
+            said = f"{len(made.parameters)} parameters, {len(made.inputs)} inputs, {len(made.layers)} layers"
+            more = ["…"] if len(made.repeated) > _KINDS else []
+            return "; ".join((said, *made.repeated[:_KINDS], *more))
         case Sharded():
             return _laid_out(step.given, step.made)
     return _changed(step)

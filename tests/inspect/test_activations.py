@@ -111,7 +111,7 @@ def test_layers_that_run_again_keep_less() -> None:
 def test_what_runs_without_data_only() -> None:
     """An operation that torch cannot run so is named, and nothing is said to be known."""
     compilation = parity_models.compiled("gpt", "tp=1")
-    recording = activations._Recording("none", {}, frozenset(), "tp:0/1", 0)
+    recording = activations._Recording({}, frozenset(), "tp:0/1", 0)
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     node = graph.call_function(torch.ops.aten.nonzero.default, (x,))

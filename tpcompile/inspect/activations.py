@@ -2,8 +2,8 @@
 
 Autograd itself is asked what it saves (`saved_tensors_hooks`), once for every storage; parameters and buffers are not counted. Attention
 counts as the fused kernel that torch takes on a CPU: its operands, its result and one number for every row of scores. With
-recompute="full" a layer keeps what it is given, with "selective" also what its linear layers and its collectives make; when the layer
-runs again, all that it saves is there at once: `again`.
+recompute="full" a layer keeps what it is given, with "selective" the core of its attention does; when it runs again, all that it saves is
+there at once: `again`.
 
 Operations that torch cannot run without data end the count, and the reason is said.
 """
@@ -25,10 +25,9 @@ from tpcompile.driver import Compilation
 from tpcompile.gradients import trained
 from tpcompile.ir import PerRank, Stage, Type
 from tpcompile.layout import Layout, Size, TensorType, local_size
-from tpcompile.messages import collective_of
-from tpcompile.passes._parts import arrange
+from tpcompile.passes._cores import cores_of
+from tpcompile.passes._parts import Part, arrange
 from tpcompile.rules import op_name
-from tpcompile.runtime.recompute import KEPT
 from tpcompile.schedules import Run, actions
 
 IDENTITIES = ("tpcompile.enter.default", "tpcompile.enter_later.default", "tpcompile.shared.default")
@@ -58,10 +57,10 @@ def of_stage(compilation: Compilation, stage: Stage, coordinate: int = 0) -> Kep
             shapes[node.name] = _piece(program.types[node.name], local.layouts.get(node.name), coordinate)
     paths = {name: source.path for name, source in program.sources.items()}
     parts = arrange(stage, paths, program.layers)
-    owner = {node.name: part.layer for part in parts for node in part.nodes}
+    owner = _run_again(compilation.options.recompute, stage, parts)
     order = [node for part in parts for node in part.nodes]
     held = {*stage.parameters, *stage.buffers, *stage.constants}
-    run = _Recording(compilation.options.recompute, owner, frozenset(held), unbound(local.axis, coordinate, local.parts), coordinate)
+    run = _Recording(owner, frozenset(held), unbound(local.axis, coordinate, local.parts), coordinate)
     known = {name: (dtype, tuple(evaluate(size, sizes) for size in shape)) for name, (dtype, shape) in shapes.items()}
     return run.of(order, stage.graph, known, learned)
 
@@ -76,7 +75,7 @@ def of_one_device(compilation: Compilation) -> Kept:
         known[node.name] = dtype, tuple(evaluate(size, sizes) for size in shape)
     held = frozenset({*program.parameters, *program.buffers, *program.constants})
     order = [node for node in graph.nodes if node.op == "call_function"]
-    return _Recording("none", {}, held, unbound("tp", 0, 1), 0).of(order, graph, known, trained(program))
+    return _Recording({}, held, unbound("tp", 0, 1), 0).of(order, graph, known, trained(program))
 
 
 def in_flight(compilation: Compilation, place: int, kept: Mapping[int, Kept]) -> int:
@@ -100,6 +99,15 @@ def in_flight(compilation: Compilation, place: int, kept: Mapping[int, Kept]) ->
     return most
 
 
+def _run_again(how: str, stage: Stage, parts: Sequence[Part]) -> dict[str, str]:
+    """node → what runs again in backward with it."""
+    layers = [part for part in parts if part.layer]
+    if how == "full":
+        return {node.name: part.layer for part in layers for node in part.nodes}
+    cores = [(f"{part.layer} {i}", core) for part in layers for i, core in enumerate(cores_of(stage, part.nodes))] if how != "none" else []
+    return {node.name: name for name, core in cores for node in core}
+
+
 def _piece(kind: Type, layout: Layout | tuple[Layout, ...] | None, coordinate: int) -> tuple[torch.dtype, tuple[Size, ...]]:
     assert isinstance(kind, TensorType)
     return kind.dtype, tuple(local_size(dim, coordinate) for dim in layout.dims) if isinstance(layout, Layout) else kind.shape
@@ -109,8 +117,7 @@ def _piece(kind: Type, layout: Layout | tuple[Layout, ...] | None, coordinate: i
 class _Recording:
     """A graph that runs on tensors without data, while what autograd saves is noted, layer by layer."""
 
-    recompute: str
-    owner: Mapping[str, str]  # node → the layer that runs as a module of its own, or ""
+    owner: Mapping[str, str]  # node → the layer, or the core of its attention, that runs again in backward
     held: frozenset[str]  # placeholders that are there anyway
     axis: str
     coordinate: int
@@ -154,13 +161,11 @@ class _Recording:
                 made = values[node.name] = self._call(node, values)
                 types[node.name] = pytree.tree_map_only(Tensor, lambda t: TensorType(t.dtype, tuple(t.shape)), made)
                 flops += _flops(node, types)
-                if self.layer and self.recompute != "none":
+                if self.layer:
                     noted = outputs.setdefault(self.layer, {})
                     for operand in node.all_input_nodes:
                         if self.owner.get(operand.name, "") != self.layer:
                             noted |= _storages(values[operand.name])
-                    if self.recompute == "selective" and _is_kept(node):
-                        noted |= _storages(made)
         return self._count(there, outputs, flops)
 
     def _count(self, there: set[int], outputs: Mapping[str, dict[int, int]], flops: int) -> Kept:
@@ -213,11 +218,6 @@ def _key(tensor: Tensor) -> int:
 
 def _storages(value: Any) -> dict[int, int]:
     return {_key(leaf): leaf.untyped_storage().nbytes() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
-
-
-def _is_kept(node: fx.Node) -> bool:
-    own = collective_of(node)
-    return node.target in KEPT or (own is not None and bool(own.forward))
 
 
 def _flops(node: fx.Node, types: Mapping[str, Any]) -> int:

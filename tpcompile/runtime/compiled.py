@@ -97,8 +97,7 @@ def compile(
     is not divided: a loss over it is refused where there are several replicas or micro-batches.
 
     `recompute` trades time for the memory of activations, by layers. "full": a layer keeps what it is given, and runs again in backward,
-    with its collectives. "selective": it also keeps what its linear layers and collectives make; attention, norms and activations run
-    again.
+    with its collectives. "selective": of the core of its attention it keeps q, k and v alone, and scores, softmax and dropout run again.
 
     With `precision`, the model computes in "bf16" or "fp16". Its parameters stay in the type that they have, and are cast where they are
     used; floating inputs of forward are cast, buffers and what the model itself casts are not. Gradients are in the parameters' type, sums

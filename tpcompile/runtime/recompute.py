@@ -1,13 +1,15 @@
 """Layers that keep less for backward, and run forward again there.
 
     "full"        a layer keeps what it is given alone; its collectives run again too
-    "selective"   a layer keeps what its linear layers and its collectives make; attention, norms and activations run again
+    "selective"   of the core of its attention a layer keeps q, k and v alone: scores, softmax and dropout run again
 
 torch's non-reentrant checkpoints do both. Dropout and other random numbers have keys, so that a second run draws the same.
+Source of the second: V. Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), section 5.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,17 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from tpcompile.collectives import COLLECTIVES
 from tpcompile.errors import InputError, Refused, caller
 from tpcompile.sharing import WHOLE_BACKWARD
 
 KINDS = ("none", "full", "selective")
-
-aten = torch.ops.aten
-KEPT = frozenset((aten.addmm.default, aten.convolution.default, aten.linear.default, aten.mm.default))
-"""What "selective" keeps of torch's operators: products with weights, which cost more than what stands between them."""
+CORE = re.compile(r"core(_\d+)?")
+"""The methods of an emitted layer that compute cores of attention."""
 
 
 def check_recompute(how: str, schedule: str, pp: int) -> str:
@@ -47,18 +46,17 @@ def recompute(module: nn.Module, layers: Sequence[str], how: str, *, borrows: bo
     """
     for path in layers if how != "none" else ():
         layer = module.get_submodule(path)
-        layer.forward = _Again(layer, layer.forward, how, borrows, draws)
+        for name in ["forward"] if how == "full" else [name for name in dir(type(layer)) if CORE.fullmatch(name)]:
+            setattr(layer, name, _Again(layer, getattr(layer, name), borrows, draws))
 
 
 class _Again:
-    """A layer's forward, as a checkpoint."""
+    """A layer's forward, or the core of its attention, as a checkpoint."""
 
-    def __init__(self, layer: nn.Module, body: Callable[..., Any], how: str, borrows: bool, draws: bool) -> None:
+    def __init__(self, layer: nn.Module, body: Callable[..., Any], borrows: bool, draws: bool) -> None:
         self._layer, self._body, self._borrows = layer, body, borrows
         # no early stop: which collectives run again must not depend on what autograd keeps
         self._settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws, "early_stop": False}
-        if how == "selective":
-            self._settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -71,10 +69,3 @@ class _Again:
     def _with(self, parameters: dict[str, Any], *args: Any) -> Any:
         with _reparametrize_module(self._layer, parameters):
             return self._body(*args)
-
-
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = str(op).split(".")
-    ours = COLLECTIVES.get(name[1]) if name[0] == "tpcompile" else None
-    kept = op in KEPT or (ours is not None and bool(ours.forward))
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
