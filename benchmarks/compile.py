@@ -130,11 +130,11 @@ def compiled(model: Any, batch: dict[str, Any], row: Row) -> tuple[dict[str, flo
 
     verify, checking = driver.verify, 0.0
 
-    def timed(value: Any) -> Any:
+    def timed(value: Any, known: Any = None) -> Any:
         nonlocal checking
         start = row.clock()
         try:
-            return verify(value)
+            return verify(value, known)
         finally:
             checking += row.clock() - start
 

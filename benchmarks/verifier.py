@@ -37,10 +37,10 @@ class Clock:
     def __post_init__(self) -> None:
         self.verify = driver.verify
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any, known: Any = None) -> Any:
         start = time.perf_counter()
         try:
-            return self.verify(value)
+            return self.verify(value, known)
         finally:
             self.seconds += time.perf_counter() - start
 

@@ -102,7 +102,12 @@ BROKEN: Mapping[str, tuple[dict[str, str], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_layouts_that_do_not_fit(name: str) -> None:
     texts, words = BROKEN[name]
-    rejected(with_layouts(sharded(program(), 2), **texts), *words)
+    right = sharded(program(), 2)
+    wrong = with_layouts(right, **texts)
+    rejected(wrong, *words)
+    with pytest.raises(VerifyError) as error:  # beside what is known to be right, only what differs is looked at
+        verify(wrong, known=right)
+    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_rows_that_want_something_else() -> None:

@@ -188,8 +188,8 @@ def lower_captured(
     chosen = log.run("plan", cones, lambda: plan(program, cones, "tp", mesh.tp, wishes, **given))
     sharded = verify(log.run("propagate", program, lambda: propagate(program, chosen, "tp", mesh.tp)))
     _refuse_whole_draws(sharded)
-    delayed = verify(log.run("delay", sharded, lambda: delay(sharded)))
-    sharded = verify(log.run("sequence", delayed, lambda: sequence(delayed))) if options.sequence_parallel else delayed
+    delayed = verify(log.run("delay", sharded, lambda: delay(sharded)), known=sharded)
+    sharded = verify(log.run("sequence", delayed, lambda: sequence(delayed)), known=delayed) if options.sequence_parallel else delayed
     rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
     local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten, gather_again=options.sequence_parallel == "regather")))
     if options.precision is not None:

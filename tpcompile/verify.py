@@ -27,13 +27,16 @@ from tpcompile.timeline import Step
 Value = TypeVar("Value", Program, Sharded, Local, Stage, Step)
 
 
-def verify(value: Value) -> Value:
-    """Check a value between two passes. Raises VerifyError, naming the node, the law and the user's line."""
+def verify(value: Value, known: Sharded | None = None) -> Value:
+    """Check a value between two passes. Raises VerifyError, naming the node, the law and the user's line.
+
+    Of a program with layouts, only that is looked at which `known`, the same program as it was verified before, has otherwise.
+    """
     match value:
         case Program():
             _check_program(value)
         case Sharded():
-            _check_sharded(value)
+            _check_sharded(value, known if known is not None and known.program is value.program else None)
         case Local():
             _check_local(value)
         case Stage():
@@ -100,7 +103,7 @@ def _check_updates(program: Program) -> None:
             raise VerifyError(f"{value.name} is the new value of {name} and carries a gradient")
 
 
-def _check_sharded(sharded: Sharded) -> None:
+def _check_sharded(sharded: Sharded, known: Sharded | None) -> None:
     """Every operation, applied to its operands as it needs them, makes its declared layout: the other direction of the rules.
 
     A row-cut linear must make a partial sum over the axis and nothing cut. A value's layout must have its sizes.
@@ -108,6 +111,9 @@ def _check_sharded(sharded: Sharded) -> None:
     program = sharded.program
     for node in program.graph.nodes:
         declared = sharded.layouts.get(node.name)
+        if known is not None and known.rows.get(node.name) is sharded.rows.get(node.name):
+            if all(known.layouts.get(n.name) is sharded.layouts.get(n.name) for n in (node, *node.all_input_nodes)):
+                continue
         if isinstance(declared, Layout):
             _check_sizes(sharded, node, declared)
             _check_item(sharded, node, declared)
