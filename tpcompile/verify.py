@@ -111,9 +111,8 @@ def _check_sharded(sharded: Sharded, known: Sharded | None) -> None:
     program = sharded.program
     for node in program.graph.nodes:
         declared = sharded.layouts.get(node.name)
-        if known is not None and known.rows.get(node.name) is sharded.rows.get(node.name):
-            if all(known.layouts.get(n.name) is sharded.layouts.get(n.name) for n in (node, *node.all_input_nodes)):
-                continue
+        if known is not None and _alike(sharded, known, node):
+            continue
         if isinstance(declared, Layout):
             _check_sizes(sharded, node, declared)
             _check_item(sharded, node, declared)
@@ -130,6 +129,12 @@ def _check_sharded(sharded: Sharded, known: Sharded | None) -> None:
             expected = [Layout(tuple(map(_scattered, layout.dims)), (sharded.axis,)) for layout in expected]
         if not all(fits(a, b) for a, b in zip(made, expected, strict=True)):
             raise _broken(sharded, node, f"makes {', '.join(map(str, made))} and is declared {', '.join(map(str, expected))}")
+
+
+def _alike(sharded: Sharded, known: Sharded, node: fx.Node) -> bool:
+    """Whether a node and its operands have the same layouts in both."""
+    same_row = known.rows.get(node.name) is sharded.rows.get(node.name)
+    return same_row and all(known.layouts.get(n.name) is sharded.layouts.get(n.name) for n in (node, *node.all_input_nodes))
 
 
 def _scattered(dim: Dim) -> Dim:
