@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,34 @@ def test_every_option_by_its_flag() -> None:
         torchrun(example, *SMALL, *flags, "--dtype", "float32", "--model", "gpt2", "--lr", "0.01", "--size", "n_embd=16", "n_layer=2")
     )
     assert list(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1] - 0.1 and abs(found[1] - 5.55) < 0.2, found
+
+
+def ran(*command: str, directory: Path = ROOT) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=directory, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.mark.processes
+def test_lines_written_by_hand() -> None:
+    found = re.findall(r"step +(\d+)  loss ([\d.]+)  one device ([\d.]+)", ran("examples/gpt.py", "pp=2", "--steps", "3"))
+    assert [step for step, _, _ in found] == ["1", "2", "3"] and len({loss for _, loss, _ in found}) == 3
+    assert all(abs(float(ours) - float(theirs)) < 1e-10 for _, ours, theirs in found)
+
+
+def test_a_look_at_a_llama(tmp_path: Path) -> None:
+    printed = ran("examples/inspect_llama.py", "--mesh", "pp=2,tp=2", "--layers", "2", "--html", str(tmp_path / "page.html"))
+    assert all(part in printed for part in ("does it fit one device?", "tpcompile.seq_scatter", "class LlamaDecoderLayer(nn.Module):"))
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_parity_in_a_repository_of_its_own(tmp_path: Path) -> None:
+    """The folder alone, as a user would copy it; and what its workflow runs is there."""
+    there = shutil.copytree(ROOT / "examples" / "ci_parity", tmp_path / "theirs")
+    assert "4 passed" in ran("-m", "pytest", "-q", "-p", "no:cacheprovider", directory=there)
+    steps = re.findall(r"- run: (.*)", (there / ".github" / "workflows" / "parity.yml").read_text())
+    assert steps == ["pip install pytest -r requirements.txt", "pytest test_parity.py"] and (there / "requirements.txt").is_file()
 
 
 def test_progress_without_a_terminal() -> None:
