@@ -34,10 +34,10 @@ class Calls:
 def counted(work: Callable[[], object]) -> Calls:
     calls, verify = Calls(), driver.verify
 
-    def watched(value: Any) -> Any:
+    def watched(value: Any, known: Any = None) -> Any:
         calls.depth += 1
         try:
-            return verify(value)
+            return verify(value, known)
         finally:
             calls.depth -= 1
 
