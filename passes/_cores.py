@@ -13,37 +13,37 @@ from collectives: of these it keeps what they make, and of itself nothing.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import fx
 
 from tpcompile.collectives import COLLECTIVES
 from tpcompile.ir import Stage
-from tpcompile.rules import op_name
-
-PRODUCTS = frozenset(
-    f"aten.{name}.default" for name in ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum", "convolution", "conv1d", "conv2d")
-)
+from tpcompile.operation import attends, op_name
+from tpcompile.passes._places import PRODUCTS
 
 
 def cores_of(stage: Stage, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
     """The cores among the nodes of a layer, each in order. One whose parts do not run in one go is left out."""
-    held = {*stage.parameters, *stage.buffers, *stage.constants}
-    stops = set(_stops(nodes, held))
-    inside, place, found, taken = set(nodes), {node: index for index, node in enumerate(nodes)}, list[tuple[fx.Node, ...]](), set[fx.Node]()
+    stops = set(_stops(nodes, {*stage.parameters, *stage.buffers, *stage.constants}))
+    inside, found, taken = set(nodes), list[tuple[fx.Node, ...]](), set[fx.Node]()
     for node in nodes:
-        if not any(word in op_name(node) for word in ("softmax", "attention")):
+        if not attends(op_name(node)):
             continue
-        ends = [node] if "attention" in op_name(node) else _products(node, inside, stops)
-        core = _before(ends, inside, stops)
-        if ends and not core & taken and not _passes_outside(core, nodes):
-            taken |= core
-            found.append(tuple(sorted(core, key=place.__getitem__)))
+        ends = _products(node, inside, stops) if "softmax" in op_name(node) else [node]
+        reached = _before(ends, inside, stops)
+        core = tuple(each for each in nodes if each in reached)
+        if core and taken.isdisjoint(core) and sum(map(len, arranged(nodes, [*found, core]))) == len(nodes):
+            taken |= reached
+            found.append(core)
     return found
 
 
 def arranged(nodes: Sequence[fx.Node], cores: Sequence[tuple[fx.Node, ...]]) -> list[tuple[fx.Node, ...]]:
-    """The nodes of a layer in an order in which every core runs in one go: a core, or one other node, at a time."""
+    """The nodes of a layer in an order in which every core runs in one go: a core, or one other node, at a time.
+
+    Nodes are missing where there is no such order: something that a core makes comes back to it from outside.
+    """
     place = {node: index for index, node in enumerate(nodes)}
     group: dict[fx.Node, tuple[fx.Node, ...]] = {node: core for core in cores for node in core}
     steps = list(dict.fromkeys(group.get(node, (node,)) for node in nodes))
@@ -81,8 +81,12 @@ def _stops(nodes: Sequence[fx.Node], held: Collection[str]) -> Iterator[fx.Node]
     for node in nodes:
         name = op_name(node)
         ours = COLLECTIVES.get(name.split(".")[1]) if name.startswith("tpcompile.") else None
-        if (ours is not None and (ours.forward or ours.backward)) or (name in PRODUCTS and any(map(is_constant, node.all_input_nodes))):
+        if (ours is not None and (ours.forward or ours.backward)) or (_multiplies(name) and any(map(is_constant, node.all_input_nodes))):
             yield node
+
+
+def _multiplies(name: str) -> bool:
+    return name in PRODUCTS and not attends(name)
 
 
 def _products(node: fx.Node, inside: Collection[fx.Node], stops: Collection[fx.Node]) -> list[fx.Node]:
@@ -93,7 +97,7 @@ def _products(node: fx.Node, inside: Collection[fx.Node], stops: Collection[fx.N
             if user in seen or user not in inside or user in stops:
                 continue
             seen.add(user)
-            if op_name(user) in PRODUCTS:
+            if _multiplies(op_name(user)):
                 found[user] = None
             else:
                 todo.append(user)
@@ -109,14 +113,3 @@ def _before(ends: Iterable[fx.Node], inside: Collection[fx.Node], stops: Collect
             core.add(node)
             todo += node.all_input_nodes
     return core
-
-
-def _passes_outside(core: Collection[fx.Node], nodes: Sequence[fx.Node]) -> bool:
-    """Whether something that a core makes comes back to it from outside."""
-    after: Mapping[fx.Node, bool]
-    made: dict[fx.Node, bool] = {}
-    for node in nodes:
-        if node not in core:
-            made[node] = any(source in core or made.get(source, False) for source in node.all_input_nodes)
-    after = made
-    return any(after.get(source, False) for node in core for source in node.all_input_nodes)

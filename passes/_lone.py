@@ -24,6 +24,7 @@ from torch import fx
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Program
 from tpcompile.layout import Cut, Factor, Layout, Range, TensorType, product
+from tpcompile.operation import attends
 from tpcompile.passes._trim import reads
 from tpcompile.passes._weights import contracts, seeds, weight_values
 from tpcompile.rules import Bound, Op, Token, backward, bind_rule, forward, has_rule, op_name, opened, view_op
@@ -34,7 +35,6 @@ that makes a number for each head has not."""
 
 CHOICES = frozenset(["argmax", "argsort", "sort", "topk"])
 NORMS = frozenset(["group_norm", "layer_norm", "linalg_vector_norm", "rms_norm", "var"])
-ATTENDS = ("softmax", "attention")
 
 Way = Literal["column", "row"]
 Layouts = dict[str, Layout | tuple[Layout, ...]]
@@ -121,7 +121,7 @@ class Lone:
         """Whether an operation is a softmax or a product of values, and no region's."""
         if node.op != "call_function" or self.is_taken(node) or node in self.weights or node in self.weighted:
             return False
-        if any(word in op_name(node) for word in ATTENDS):
+        if attends(op_name(node)):
             return True
         kind = self.program.types.get(node.name)
         return isinstance(kind, TensorType) and has_rule(op := view_op(node, self.program.types)) and contracts(op)

@@ -13,15 +13,13 @@ from torch import fx
 from tpcompile.factors import LayoutError, join, reshape
 from tpcompile.ir import Cone, Kind, Program
 from tpcompile.layout import Dim, Factor, Layout, Open, TensorType, whole_dim
+from tpcompile.operation import attends
 from tpcompile.passes._aside import aside, follow
 from tpcompile.passes._finer import finer
 from tpcompile.passes._heads import ALWAYS, heads, of_vocabularies, score_ends
 from tpcompile.passes._sums_within import sums_after
 from tpcompile.passes._weights import contracts, seeds, weight_values
 from tpcompile.rules import LIMITS, RESHAPES, Bound, Op, backward, bind_rule, forward, has_rule, no_rule, op_name, view_op
-
-ATTENDS = ("softmax", "attention")
-"""An operation whose name has one of these makes a region attention: its heads are what is cut."""
 
 STILL = RESHAPES | {
     "aten.transpose.int", "aten.permute.default", "aten.contiguous.default", "aten.clone.default", "aten.t.default", "aten.numpy_T.default",
@@ -206,7 +204,7 @@ class _Walk:
     def kind(self, columns: Collection[str]) -> Kind:
         first = set(columns)
         crossed = [name for value, name in self.crossed.items() if value not in first]
-        if any(word in name for name in crossed for word in ATTENDS):
+        if any(map(attends, crossed)):  # its heads are what is cut
             return "attention"
         return "linear" if all(name in STILL for name in crossed) else "mlp"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def run(worker: Callable[[int, int, str], None], size: int) -> None:
@@ -23,5 +25,15 @@ def _start(rank: int, worker: Callable[[int, int, str], None], size: int, store:
     try:
         worker(rank, size, dist.group.WORLD.group_name)  # type: ignore[union-attr]
         dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def one_of(size: int) -> Iterator[str]:
+    """The name of a process group of so many ranks, of which this process is the first and which moves nothing."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield dist.distributed_c10d._get_default_group().group_name
     finally:
         dist.destroy_process_group()

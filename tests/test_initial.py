@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -126,6 +127,19 @@ def test_an_initialiser_that_asks_for_values() -> None:
     with pytest.raises(InputError) as error:
         values(on_meta(lambda: nn.Sequential(Asking(2, 2))))
     assert error.value.what.startswith("0 is not initialised without values: ")
+
+
+class Elsewhere(nn.Linear):
+    """Drawn from numpy's generator, which has another state on every rank."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.tensor(np.random.rand(*self.weight.shape)))
+
+
+def test_random_numbers_that_are_not_torch_s() -> None:
+    with pytest.raises(InputError, match="draws random numbers from Python or numpy"):
+        values(on_meta(lambda: Elsewhere(2, 2)))
 
 
 def test_a_model_with_values_keeps_them() -> None:

@@ -18,6 +18,11 @@ def all_flops(program: Program) -> dict[str, Size]:
     return {n.name: node_flops(n, program.types) for n in program.graph.nodes if n.op == "call_function"}
 
 
+def flops_at(program: Program, sizes: Mapping[sympy.Symbol, int]) -> dict[str, int]:
+    """The same at these sizes."""
+    return {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
+
+
 def node_flops(node: fx.Node, types: Mapping[str, Type]) -> Size:
     """Those of one call whose operands and result have these types."""
     kind = types.get(node.name)

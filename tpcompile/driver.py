@@ -14,7 +14,7 @@ from sympy import Symbol
 from torch import Tensor, nn
 
 from tpcompile import timeline
-from tpcompile.cost import all_flops, evaluate
+from tpcompile.cost import flops_at
 from tpcompile.errors import InputError, Refused, caller
 from tpcompile.history import History, Log
 from tpcompile.ir import Local, Plan, Program, Sharded, Stage
@@ -317,5 +317,4 @@ def sizes_of(program: Program, batch: Mapping[str, Any]) -> dict[Symbol, int]:
 
 def costs(program: Program, batch: Mapping[str, Any]) -> dict[str, int]:
     """Forward FLOPs of every node at this batch's sizes."""
-    sizes = sizes_of(program, batch)
-    return {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
+    return flops_at(program, sizes_of(program, batch))

@@ -47,6 +47,11 @@ def _target_name(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
+def attends(name: str) -> bool:
+    """Whether an operation of this name is a softmax or a fused attention."""
+    return "softmax" in name or "attention" in name
+
+
 def aten_names(words: str) -> frozenset[str]:
     """Names of aten operations, written without their namespace."""
     return frozenset(f"aten.{word}" for word in words.split())

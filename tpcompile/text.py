@@ -89,10 +89,10 @@ def written(value: object, within: Program | Sharded | Local | None = None) -> W
             marks = dict.fromkeys(value.entering, f"grad +{value.axis}")
             return Written(program.graph, program.types, value.layouts, marks, program.updates, value.axis, value.parts)
         case Local(program):
-            return Written(value.graph, _all_types(value), value.layouts, {}, program.updates, value.axis, value.parts)
+            return Written(value.graph, all_types(value), value.layouts, {}, program.updates, value.axis, value.parts)
         case Stage():
             if isinstance(within, Local):
-                types = _all_types(replace(within, graph=value.graph))
+                types = all_types(replace(within, graph=value.graph))
                 return Written(value.graph, types, within.layouts, {}, value.updates, within.axis, within.parts)
             return Written(value.graph, {}, updates=value.updates)
     return None
@@ -117,7 +117,7 @@ def origin_types(local: Local) -> dict[str, Type]:
     return {node.name: types[origin] for node in local.graph.nodes if (origin := local.origins.get(node.name, node.name)) in types}
 
 
-def _all_types(local: Local) -> dict[str, Type]:
+def all_types(local: Local) -> dict[str, Type]:
     """Those of `origin_types`, and of what the passes added: a partial sum's, of which the layout says the sizes."""
     found, elements = origin_types(local), dtypes(local, local.graph)
     for node in local.graph.nodes:

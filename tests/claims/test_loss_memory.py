@@ -7,17 +7,14 @@ storages that are alive after each operation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import one_of
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,16 +68,6 @@ class Used:
     kept: int
 
 
-@contextmanager
-def group(size: int) -> Iterator[str]:
-    """The name of a process group of so many ranks, of which this process is the first and which moves nothing."""
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield dist.distributed_c10d._get_default_group().group_name
-    finally:
-        dist.destroy_process_group()
-
-
 def used(parts: int, **options: Any) -> Used:
     """Of forward and backward on the first of so many tensor ranks."""
     torch.manual_seed(0)
@@ -98,7 +85,7 @@ def used(parts: int, **options: Any) -> Used:
             kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with group(parts) as name:
+    with one_of(parts) as name:
         collectives.bind(module, {"tp": name})
         with Alive() as alive, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             (loss,) = module(**{name: given[name] for name in names})

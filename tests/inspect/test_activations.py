@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import parity_models
 import pytest
 import torch
-import torch.distributed as dist
+from ranks import one_of
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpcompile import collectives
 from tpcompile.driver import Compilation
@@ -22,16 +19,6 @@ from tpcompile.ir import Stage
 from tpcompile.layout import TensorType
 from tpcompile.runtime.recompute import recompute
 from tpcompile.schedules import Run, actions
-
-
-@contextmanager
-def group(size: int) -> Iterator[str]:
-    """The name of a process group of so many ranks, of which this process is the first and which moves nothing."""
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield dist.distributed_c10d._get_default_group().group_name
-    finally:
-        dist.destroy_process_group()
 
 
 def measured(compilation: Compilation, stage: Stage) -> int:
@@ -48,7 +35,7 @@ def measured(compilation: Compilation, stage: Stage) -> int:
         found[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with group(compilation.mesh.tp) as name:
+    with one_of(compilation.mesh.tp) as name:
         collectives.bind(module, {"tp": name})
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs = module(**given(compilation, stage, batch))

@@ -51,6 +51,18 @@ class _Kind:
     repeated: bool  # once for every micro-batch
 
 
+def by_stages(compilation: Compilation) -> list[tuple[Calls, tuple[int, ...], list[int]]]:
+    """The calls of all stages, by axis: with their count, the bytes given to them and sent in a ring, and the stages that make them."""
+    rows: dict[tuple[Calls, tuple[int, ...]], list[int]] = {}
+    for stage in compilation.stages:
+        sizes = known(compilation, stage)
+        for row in calls(compilation, stage):
+            values = tuple(value(size, sizes) for size in (row.count, row.bytes, row.sent))
+            rows.setdefault((row, values), []).append(stage.index)
+    ordered = sorted(rows.items(), key=lambda item: (AXES.index(item[0][0].axis), item[1]))
+    return [(row, values, stages) for (row, values), stages in ordered]
+
+
 def calls(compilation: Compilation, stage: Stage) -> tuple[Calls, ...]:
     """The calls that a stage's ranks make for it; those for all of their stages count for the first of these."""
     step, layers = compilation.step, layers_of(compilation.local, stage)

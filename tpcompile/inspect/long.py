@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import RenderableType
 
-from tpcompile.cost import all_flops, evaluate
+from tpcompile.cost import flops_at
 from tpcompile.driver import Compilation
-from tpcompile.inspect.calls import AXES, MICROBATCHES, Calls, calls, formula, known, value
+from tpcompile.inspect.calls import MICROBATCHES, by_stages, formula
 from tpcompile.inspect.fold import spell, split_layer
 from tpcompile.inspect.tables import table
 from tpcompile.ir import Program, Stage
@@ -35,18 +35,13 @@ def stages(compilation: Compilation) -> RenderableType:
 
 def traffic(compilation: Compilation) -> Iterator[RenderableType]:
     """What a rank hands to the process groups in a step; stages that do the same share a line."""
-    rows: dict[tuple[Calls, tuple[int, ...]], list[int]] = {}
-    for stage in compilation.stages:
-        sizes = known(compilation, stage)
-        for row in calls(compilation, stage):
-            values = tuple(value(size, sizes) for size in (row.count, row.bytes, row.sent))
-            rows.setdefault((row, values), []).append(stage.index)
+    rows = by_stages(compilation)
     if not rows:
         return
     at = ", ".join(f"{symbol}={size}" for symbol, size in (*compilation.sizes.items(), (MICROBATCHES, compilation.options.microbatches)))
     headings = ("calls in a step", "", "stage", "", "count", "", "bytes that a rank gives", f"at {at}", "sent in a ring", "")
     made = table(*headings, right=(5, 7, 9))
-    for (row, values), stages in sorted(rows.items(), key=lambda item: (AXES.index(item[0][0].axis), item[1])):
+    for row, values, stages in rows:
         shown = [
             text for size, number in zip((row.count, row.bytes, row.sent), values, strict=True) for text in (formula(size), f"{number:,}")
         ]
@@ -57,7 +52,7 @@ def traffic(compilation: Compilation) -> Iterator[RenderableType]:
 def flops(compilation: Compilation) -> tuple[list[int], str]:
     """Forward FLOPs of every stage at the example batch's sizes; and a word on these."""
     program, origins, sizes = compilation.program, compilation.local.origins, compilation.sizes
-    costs = {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
+    costs = flops_at(program, sizes)
     word = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
     stages = [sum(costs.get(origins.get(node.name, node.name), 0) for node in stage.graph.nodes) for stage in compilation.stages]
     return stages, f" at {word}" if word else ""
@@ -65,9 +60,13 @@ def flops(compilation: Compilation) -> tuple[list[int], str]:
 
 def layers(stage: Stage, program: Program) -> str:
     """The layers that a stage runs."""
-    calls = [node.name for node in stage.graph.nodes if node.op == "call_function" and node.name in program.sources]
-    held = dict.fromkeys(layer for name in calls if (layer := split_layer(program.sources[name].path, program.layers)[0]))
-    return spell(held) or "–"
+    return spell(dict.fromkeys(ran(stage, program))) or "–"
+
+
+def ran(stage: Stage, program: Program) -> list[str]:
+    """The layer of every call of a stage that is in one."""
+    names = [node.name for node in stage.graph.nodes if node.op == "call_function" and node.name in program.sources]
+    return [layer for name in names if (layer := split_layer(program.sources[name].path, program.layers)[0])]
 
 
 def _elements(program: Program, layouts: Layouts, placeholders: Iterable[str], place: int) -> Iterator[int]:

@@ -13,6 +13,7 @@ from tpcompile.inspect.grid import Bubble
 from tpcompile.inspect.long import flops
 from tpcompile.schedules import SCHEDULES
 from tpcompile.sharing import gathers_again
+from tpcompile.timeline import shared_weights
 
 
 def schedule(compilation: Compilation, width: int, measured: Sequence[Bubble] | None, most: int | None = None) -> Iterator[RenderableType]:
@@ -46,13 +47,8 @@ def _whole_backwards(compilation: Compilation) -> Iterator[str]:
 
 def shared(compilation: Compilation) -> Iterator[RenderableType]:
     """The weights that several stages use."""
-    holders: dict[str, list[int]] = {}
-    for stage in compilation.stages:
-        for name in stage.parameters.values():
-            holders.setdefault(name, []).append(stage.index)
-    for name, stages in holders.items():
-        if len(stages) > 1:
-            yield Text(f"{name} is on stages {', '.join(map(str, stages))}: its gradients are summed")
+    for name, stages in shared_weights(compilation.stages).items():
+        yield Text(f"{name} is on stages {', '.join(map(str, stages))}: its gradients are summed")
 
 
 def sharing(compilation: Compilation) -> Iterator[RenderableType]:

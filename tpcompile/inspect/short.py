@@ -13,12 +13,12 @@ from rich.text import Text
 from tpcompile.driver import Compilation
 from tpcompile.inspect.calls import AXES, DIRECTIONS, MICROBATCHES, Calls, formula
 from tpcompile.inspect.cuts import COLLECTIVE
-from tpcompile.inspect.fold import spell, split_layer
+from tpcompile.inspect.fold import spell
 from tpcompile.inspect.load import Load, Place
+from tpcompile.inspect.long import ran
 from tpcompile.inspect.memory import spelled
 from tpcompile.inspect.questions import flop
 from tpcompile.inspect.tables import table
-from tpcompile.ir import Stage
 from tpcompile.layout import Size
 
 PLACES = 6
@@ -58,15 +58,9 @@ def _alike(compilation: Compilation, load: Load) -> list[list[str]]:
     for numbers, places in groups:
         stages = [index for place in places for index in place.stages]
         name = "all" if compilation.mesh.pp == 1 else spell(map(str, stages)) if len(places) > 1 else ", ".join(map(str, stages))
-        ran = [layer for index in stages for layer in _layers(compilation, compilation.stages[index])]
-        rows.append([name, spell(dict.fromkeys(ran)) or "–", *numbers])
+        layers = [layer for index in stages for layer in ran(compilation.stages[index], compilation.program)]
+        rows.append([name, spell(dict.fromkeys(layers)) or "–", *numbers])
     return rows
-
-
-def _layers(compilation: Compilation, stage: Stage) -> list[str]:
-    program = compilation.program
-    ran = [node.name for node in stage.graph.nodes if node.op == "call_function" and node.name in program.sources]
-    return [layer for name in ran if (layer := split_layer(program.sources[name].path, program.layers)[0])]
 
 
 def _numbers(load: Load, place: Place) -> list[str]:

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tpcompile.errors import InputError
 from tpcompile.passes._blank import as_on_cpu
+from tpcompile.passes._sight import generators
 from tpcompile.runtime.checkpoint.boxes import Box
 
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -105,8 +107,6 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Initialiser:
     """The values of a model that has none. Raises InputError for an initialiser that does not run without values."""
 
-    path = "the model's initialisers"
-
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed, self._model = seed, copy.deepcopy(model)  # an initialiser may mark what it has set
         self._last: tuple[str, Tensor] | None = None
@@ -117,9 +117,12 @@ class Initialiser:
             first = {_memory(tensor): name.rpartition(".")[0] for name, tensor in reversed(self._own.items())}
             for path, module, start in _starts(self._model):
                 notes.others = frozenset(_memory(p) for p in module.parameters(recurse=False) if _blank(p) and first[_memory(p)] != path)
+                drawn = generators()
                 try:
                     with mode or nullcontext(), notes, notes.whole(nn.init, TRUNCATED):
                         start()
+                    if drawn != generators():
+                        raise ValueError("it draws random numbers from Python or numpy, which differ from rank to rank")
                 except Exception as error:
                     raise InputError(
                         f"{path or 'the model'} is not initialised without values: {type(error).__name__}: {error}",
@@ -128,7 +131,7 @@ class Initialiser:
                     ) from error
         self._done = notes.done
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """The parameters, and the buffers that some initialiser sets."""
         written = frozenset().union(*(done.writes for done in self._done))

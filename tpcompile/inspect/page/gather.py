@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from tpcompile.cost import flops_at
 from tpcompile.driver import Compilation
 from tpcompile.inspect.fold import fold
 from tpcompile.inspect.page import ranks
@@ -24,7 +25,7 @@ def gather(compilation: Compilation, model: nn.Module | None = None) -> Packed:
     names = ordered(places, compilation.captured.graph)
     order = {part: index for index, part in enumerate(names)}
     numbers = dict(_numbers(names, program.layers))
-    flops = ranks.costs(compilation)
+    flops = flops_at(program, compilation.sizes)
     made = passes(compilation, places, pool, numbers, order)
     own = ranks.stages(compilation, places, order, flops)
     return {

@@ -15,13 +15,12 @@ from torch import fx
 from tpcompile.collectives.table import RANKS
 from tpcompile.cost import evaluate
 from tpcompile.driver import Compilation
-from tpcompile.element_types import dtypes
 from tpcompile.inspect.calls import formula
 from tpcompile.ir import Local, Program, Sharded, Source, Stage, Type, results
 from tpcompile.layout import Layout, Size, TensorType
 from tpcompile.messages import Sent, collective_of, stage_messages
 from tpcompile.rules import op_name
-from tpcompile.text import DTYPES, origin_types, type_text
+from tpcompile.text import DTYPES, all_types, type_text
 
 Layouts = Mapping[str, Layout | tuple[Layout, ...]]
 
@@ -69,19 +68,18 @@ class _Look:
     layouts: Layouts
     origins: Mapping[str, str]
     marks: Mapping[str, str]
-    dtypes: Mapping[str, torch.dtype]  # of values that stand for none of the program's
     sent: Mapping[str, tuple[Call, ...]]
 
 
 def program_lines(program: Program) -> list[Line]:
     """The lines of a program without layouts."""
-    return list(_lines(program.graph, program.updates, _Look(program, program.types, {}, {}, {}, {}, {})))
+    return list(_lines(program.graph, program.updates, _Look(program, program.types, {}, {}, {}, {})))
 
 
 def sharded_lines(sharded: Sharded) -> list[Line]:
     """The lines of a program with layouts."""
     program, marks = sharded.program, dict.fromkeys(sharded.entering, f"grad +{sharded.axis}")
-    return list(_lines(program.graph, program.updates, _Look(program, program.types, sharded.layouts, {}, marks, {}, {})))
+    return list(_lines(program.graph, program.updates, _Look(program, program.types, sharded.layouts, {}, marks, {})))
 
 
 def local_lines(local: Local, compilation: Compilation) -> list[Line]:
@@ -90,7 +88,7 @@ def local_lines(local: Local, compilation: Compilation) -> list[Line]:
     whole = Stage(0, local.graph, (), (), (), program.parameters, program.buffers, tuple(program.constants), program.updates)
     said = stage_messages(local, whole, names)
     sent = _calls((*said.forward, *said.backward), compilation)
-    look = _Look(program, origin_types(local), local.layouts, local.origins, {}, dtypes(local, local.graph), sent)
+    look = _Look(program, all_types(local), local.layouts, local.origins, {}, sent)
     return list(_lines(local.graph, program.updates, look))
 
 
@@ -98,7 +96,7 @@ def stage_lines(stage: Stage, compilation: Compilation) -> list[Line]:
     """The lines of a stage, with what its collectives send."""
     local, said = compilation.local, compilation.step.messages[stage.index]
     sent = _calls((*said.forward, *said.backward), compilation)
-    look = _Look(local.program, origin_types(local), local.layouts, local.origins, {}, dtypes(local, stage.graph), sent)
+    look = _Look(local.program, all_types(replace(local, graph=stage.graph)), local.layouts, local.origins, {}, sent)
     return list(_lines(stage.graph, stage.updates, look))
 
 
@@ -123,9 +121,7 @@ def _value(node: fx.Node, look: _Look) -> Line:
     """A node's name, type, layout and origin."""
     layout, name = look.layouts.get(node.name), node.name
     kind = look.types.get(name)
-    if kind is None and isinstance(layout, Layout) and name in look.dtypes:
-        shown = f"{DTYPES.get(look.dtypes[name], str(look.dtypes[name]))}{_spelled(layout)}"
-    elif isinstance(kind, TensorType) and isinstance(layout, Layout):
+    if isinstance(kind, TensorType) and isinstance(layout, Layout):
         shown = f"{DTYPES.get(kind.dtype, str(kind.dtype))}{_spelled(layout)}"
     else:
         shown = type_text(kind, layout)

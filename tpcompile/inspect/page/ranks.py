@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tpcompile.collectives.table import RANKS
-from tpcompile.cost import all_flops, evaluate
+from tpcompile.cost import evaluate
 from tpcompile.driver import Compilation
 from tpcompile.inspect import grid, memory
-from tpcompile.inspect.calls import AXES, MICROBATCHES, Calls, calls, formula, known, value
+from tpcompile.inspect.calls import MICROBATCHES, by_stages, formula
 from tpcompile.inspect.fold import spell
 from tpcompile.inspect.grid import Slot
 from tpcompile.inspect.page.lines import state
@@ -20,11 +20,6 @@ from tpcompile.inspect.page.weights import held_bytes
 from tpcompile.ir import Boundary, Stage
 from tpcompile.layout import product
 from tpcompile.text import type_text
-
-
-def costs(compilation: Compilation) -> dict[str, int]:
-    """Forward FLOPs of every value of the program, at the example's sizes."""
-    return {name: evaluate(size, compilation.sizes) for name, size in all_flops(compilation.program).items()}
 
 
 def stages(compilation: Compilation, places: Places, order: Mapping[str, int], flops: Mapping[str, int]) -> list[Packed]:
@@ -85,19 +80,12 @@ def schedule(compilation: Compilation, own: Sequence[Packed]) -> Packed:
 
 def traffic(compilation: Compilation) -> Packed:
     """What a rank hands to the process groups in a step: by axis, direction, stages and call, as formulas and at the example's sizes."""
-    rows: dict[tuple[Calls, tuple[int, ...]], list[int]] = {}
-    for stage in compilation.stages:
-        sizes = known(compilation, stage)
-        for row in calls(compilation, stage):
-            numbers = tuple(value(size, sizes) for size in (row.count, row.bytes, row.sent))
-            rows.setdefault((row, numbers), []).append(stage.index)
-    ordered = sorted(rows.items(), key=lambda item: (AXES.index(item[0][0].axis), item[1]))
     packed = [
         {
             "axis": row.axis, "direction": row.direction, "call": row.call.replace("_", "-"), "stages": spell(map(str, held)),
             "formulas": [formula(size) for size in (row.count, row.bytes, row.sent)], "numbers": numbers,
         }
-        for (row, numbers), held in ordered
+        for row, numbers, held in by_stages(compilation)
     ]  # fmt: skip
     shown = (*compilation.sizes.items(), (MICROBATCHES, compilation.options.microbatches))
     return {"at": ", ".join(f"{symbol}={size}" for symbol, size in shown), "rows": packed}
