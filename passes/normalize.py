@@ -26,6 +26,7 @@ def normalize(program: Program, dropout: str = "local") -> Program:
     before  %a, %b = chunk(%x, 2, -1)                     after  %a, %b = split_with_sizes(%x, [64, 64], -1)
     before  %a = slice(%x, 2, 0, 64), %b = slice(…, 128)  after  %a, %b = split_with_sizes(%x, [64, 64], 2)
     before  %y = reshape(expand(unsqueeze(%x, 2)))        after  %y = repeat_interleave(%x, 2, 1)
+    before  %y = glu(%x, -1)                              after  %a, %b = split_with_sizes(%x, [64, 64], -1), %y = mul(%a, sigmoid(%b))
     before  %y = repeat(%x, [1, 3])                      after  %y = flatten(expand(unsqueeze(%x, 1), [-1, 3, -1]), 1, 2)
     before  %y = slice(%x, 2, 0, END, 2)                 after  %y = select(unflatten(%x, 2, [64, 2]), 3, 0)
     before  %y = view(addmm(%b, view(%x, [-1, k]), %w))   after  %y = linear(%x, t(%w), %b)
@@ -36,7 +37,7 @@ def normalize(program: Program, dropout: str = "local") -> Program:
     before  %y = view_as(%x, %z), %u = type_as(%x, %z)    after  %y = view(%x, [4, 16]), %u = to(%x, f32)
     """
     draft = Draft(program)
-    first = (name_sizes, drop_identities, keep_dims, spell_tiles, split_evenly, take_strides)
+    first = (name_sizes, drop_identities, keep_dims, spell_tiles, spell_gates, split_evenly, take_strides)
     passes = (*first, slice_constants, name_entries, join_slices, name_repeats)
     for rewrite in passes:
         for node in list(draft.graph.nodes):
@@ -171,6 +172,22 @@ def spell_tiles(draft: Draft, node: fx.Node) -> None:
                 sizes[place : place + 2] = [count * sizes[place + 1]]
                 value = call(aten.flatten.using_ints, value, place, place + 1)
         draft.replace(node, value)
+
+
+def spell_gates(draft: Draft, node: fx.Node) -> None:
+    """glu: the first half of a dimension times the sigmoid of the second, which are the outputs of two linears stacked."""
+    half = draft.types[node.name]
+    if op_name(node) != "aten.glu.default" or not isinstance(half, TensorType):
+        return
+    dim = argument(node, "dim")
+    size = half.shape[dim]
+    if not isinstance(size, int):
+        return
+    with draft.graph.inserting_before(node):
+        split = draft.call(aten.split_with_sizes.default, node.args[0], [size, size], dim, type=(half, half), like=node)
+        value, gate = (draft.call(operator.getitem, split, index, type=half, like=node) for index in (0, 1))
+        share = draft.call(aten.sigmoid.default, gate, type=half, like=node)
+        draft.replace(node, draft.call(aten.mul.Tensor, value, share, type=half, like=node))
 
 
 def take_strides(draft: Draft, node: fx.Node) -> None:

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "chunk": (lambda x: torch.cat([a.exp() for a in x.chunk(3, -1)]), "aten.split_with_sizes.default", "aten.chunk.default"),
     "split": (lambda x: torch.cat([a.exp() for a in x.split(4, -1)]), "aten.split_with_sizes.default", "aten.split.Tensor"),
     "tensor_split": (lambda x: torch.cat(x.tensor_split(3, -1)), "aten.split_with_sizes.default", "aten.tensor_split.sections"),
+    "gate": (lambda x: F.glu(x, -1) * F.glu(x, 2), "aten.split_with_sizes.default", "aten.glu.default"),
     "slices": (lambda x: x[..., :8].exp() * x[..., 8:].sum(), "aten.split_with_sizes.default", "aten.slice.Tensor"),
     "slices in three": (lambda x: x[..., 8:] * x[..., :4] * x[..., 4:8], "aten.split_with_sizes.default", "aten.slice.Tensor"),
     "repeat": (
