@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -12,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tpcompile.ir import Guards, Program
-from tpcompile.layout import TensorType
+from tpcompile.layout import Size, TensorType
 from tpcompile.passes import _binding as binding
 from tpcompile.passes._symbols import Symbols
 
@@ -81,15 +82,21 @@ def other_path(program: Program, tensors: Mapping[str, Tensor], rows: int) -> st
         low, high = program.guards.ranges.get(size, (2, None))
         if value < low or (high is not None and value > high):
             return f"{low} <= {size}" if value < low else f"{size} <= {high}"
-    return next((str(condition) for condition in program.guards.conditions if not bool(condition.subs(values))), "")
+    return next((str(condition) for condition in program.guards.conditions if not _holds(condition, tuple(values.items()))), "")
 
 
 def _fits(kind: Any, tensor: Tensor, values: dict[Any, Any]) -> bool:
     assert isinstance(kind, TensorType)
     if tensor.dtype != kind.dtype or tensor.ndim != len(kind.shape):
         return False
-    sizes = [size if isinstance(size, int) else size.subs(values) for size in kind.shape]
-    return sizes == list(tensor.shape)
+    return all(_size(size, values) == given for size, given in zip(kind.shape, tensor.shape, strict=True))
+
+
+def _size(size: Size, values: dict[Any, Any]) -> Any:
+    """A size in a batch; that of a symbol is looked up, which every step does for every input."""
+    if isinstance(size, int):
+        return size
+    return values[size] if size in values else size.subs(values)
 
 
 def _hold(guards: Guards, values: dict[Any, Any]) -> bool:
@@ -97,4 +104,10 @@ def _hold(guards: Guards, values: dict[Any, Any]) -> bool:
         low, high = guards.ranges.get(name, (2, None))
         if value < low or (high is not None and value > high):
             return False
-    return all(bool(condition.subs(values)) for condition in guards.conditions)
+    return all(_holds(condition, tuple(values.items())) for condition in guards.conditions)
+
+
+@lru_cache(maxsize=1024)
+def _holds(condition: sympy.Basic, values: tuple[tuple[sympy.Symbol, int], ...]) -> bool:
+    """Whether a condition holds for these sizes; kept, since steps have the same sizes again and again."""
+    return bool(condition.subs(dict(values)))

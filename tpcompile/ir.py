@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import sympy
@@ -54,6 +55,12 @@ class Count:
 
     name: str
     graph: fx.Graph | None
+
+    @cached_property
+    def interpreter(self) -> fx.Interpreter:
+        """What runs the graph: made once, since making one generates code."""
+        assert self.graph is not None
+        return fx.Interpreter(fx.GraphModule({}, self.graph))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Loaded(Compiled):
 
     def _own(self, number: int, compilation: Any, program: RankProgram) -> Capture:  # type: ignore[override]
         trained = frozenset(self._saved.content["program"]["trained"])
-        return Capture(number, compilation.program, compilation.stages, program.stages, trained)
+        return Capture.of(number, compilation.program, compilation.stages, program.stages, trained)
 
     def _suits(self, program: Program, batch: Batch) -> bool:
         """The mode is the one in which the model was compiled."""

@@ -88,8 +88,10 @@ def reduce_now(engine: Engine, now: bool) -> None:
 def average_rest(root: Root, groups: Groups, trained: frozenset[str]) -> None:
     """After the micro-batches: average over dp what the engine does not take, a scalar. Collective over dp."""
     group = None if groups.mesh.pp == 1 and not isinstance(root, FSDPModule) else groups.group("dp")
+    if group is None:
+        return
     for name, p in root.named_own_parameters():
-        if group is not None and name in trained and not p.ndim and p.grad is not None:
+        if name in trained and not p.ndim and p.grad is not None:
             dist.all_reduce(p.grad, group=group)
             p.grad /= group.size()
 

@@ -39,7 +39,7 @@ from tpcompile.runtime.stage import RankRoot, StageRoot, root_of
 from tpcompile.runtime.summed import summed_once
 from tpcompile.runtime.units import units
 from tpcompile.schedules import place_of
-from tpcompile.timeline import shared_weights
+from tpcompile.timeline import shared_weights, summed_later
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,16 @@ class Capture:
     stages: tuple[Stage, ...]
     held: tuple[Stage, ...]
     trained: frozenset[str]
+    summed: tuple[str, ...]
+    """The parameters whose gradients are summed over the tensor ranks at a step's end."""
 
     @classmethod
-    def of(cls, number: int, program: Program, stages: Sequence[Stage], held: Sequence[Stage]) -> Capture:
-        return cls(number, program, tuple(stages), tuple(held), reached(program))
+    def of(
+        cls, number: int, program: Program, stages: Sequence[Stage], held: Sequence[Stage], trained: frozenset[str] | None = None
+    ) -> Capture:
+        """`trained` are the parameters that get a gradient, where they are known."""
+        summed = dict.fromkeys(name for stage in held for name in summed_later(stage))
+        return cls(number, program, tuple(stages), tuple(held), reached(program) if trained is None else trained, tuple(summed))
 
 
 class Engine:
@@ -140,14 +146,14 @@ class Engine:
         with torch.enable_grad(), gradients_aside(self.root) if self.groups.mesh.pp > 1 or self.scaler else nullcontext():
             if self.groups.mesh.pp > 1:
                 self._schedules.scale = scale
-                with summed_once(self.root, capture.held, self.groups):
+                with summed_once(self.root, capture.summed, self.groups):
                     losses = self._schedules.train(work)
                     average_rest(self.root, self.groups, capture.trained)
                     join(self.root)
                 self.shared.sum_gradients(self.root)
             else:
                 assert isinstance(self.root, StageRoot)
-                with summed_once(self.root, capture.held, self.groups), rest_averaged_once(self.root, self.groups, capture.trained):
+                with summed_once(self.root, capture.summed, self.groups), rest_averaged_once(self.root, self.groups, capture.trained):
                     losses = step.accumulate(engine, work, scale)
             check_gradients(self.root, capture.trained)
             if self.scaler:

@@ -52,6 +52,8 @@ class StageRoot(nn.Module):
 
     def _held(self) -> dict[int, nn.Parameter]:
         """What torch's engine holds in place of the parameters that it has gathered, by these."""
+        if not isinstance(self, FSDPModule):  # the root is one where anything below it is
+            return {}
         states = (module._get_fsdp_state() for module in self.modules() if isinstance(module, FSDPModule))
         every = (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params)
         return {id(p._unsharded_param): p.sharded_param for p in every if hasattr(p, "_unsharded_param")}

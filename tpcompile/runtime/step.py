@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tpcompile.collectives import mix
-from tpcompile.ir import Program
+from tpcompile.ir import Count, Program
 from tpcompile.layout import TensorType
 from tpcompile.runtime.batch import part
 from tpcompile.runtime.data_parallel import Engine, reduce_now
@@ -39,7 +39,7 @@ def counts(program: Program, model: nn.Module, tensors: Mapping[str, Tensor], mi
         if count.graph is None:
             known[count.name] = torch.tensor(groups.mesh.dp, dtype=torch.float64, device=groups.device)
         else:
-            found[count.name] = _of_replica(count.graph, program, model, tensors, microbatches, groups)
+            found[count.name] = _of_replica(count, program, model, tensors, microbatches, groups)
     if (group := groups.group("dp")) is not None and found:
         together = torch.cat([n.flatten() for n in found.values()])
         dist.all_reduce(together, group=group)
@@ -49,10 +49,10 @@ def counts(program: Program, model: nn.Module, tensors: Mapping[str, Tensor], mi
 
 
 def _of_replica(
-    graph: fx.Graph, program: Program, model: nn.Module, tensors: Mapping[str, Tensor], microbatches: int, groups: Groups
+    count: Count, program: Program, model: nn.Module, tensors: Mapping[str, Tensor], microbatches: int, groups: Groups
 ) -> Tensor:
-    run, dims = fx.Interpreter(fx.GraphModule({}, graph)), {name: i.batch_dim for name, i in program.inputs.items()}
-    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    run, dims = count.interpreter, {name: i.batch_dim for name, i in program.inputs.items()}
+    names = [node.name for node in run.graph.nodes if node.op == "placeholder"]
     parts = []
     with torch.no_grad():
         for index in range(microbatches):

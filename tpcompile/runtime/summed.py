@@ -14,21 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpcompile.collectives import postponed
-from tpcompile.ir import Stage
 from tpcompile.runtime.data_parallel import local
 from tpcompile.runtime.groups import Groups
 from tpcompile.runtime.stage import Root
-from tpcompile.timeline import summed_later
 
 
 @contextmanager
-def summed_once(root: Root, stages: Sequence[Stage], groups: Groups) -> Iterator[None]:
-    """Within, micro-batches run forward and backward through the rank's stages; at the end, this step's gradients
-    are summed over tp. Collective over tp.
+def summed_once(root: Root, names: Sequence[str], groups: Groups) -> Iterator[None]:
+    """Within, micro-batches run forward and backward through the rank's stages; at the end, this step's gradients of the
+    parameters with these names are summed over tp. Collective over tp.
 
     What earlier steps left in `.grad` is summed already: it is set aside, and added back after.
     """
-    group, names = groups.group("tp"), tuple(dict.fromkeys(name for stage in stages for name in summed_later(stage)))
+    group = groups.group("tp")
     if group is None or not names:
         yield
         return
@@ -49,7 +47,7 @@ def summed_once(root: Root, stages: Sequence[Stage], groups: Groups) -> Iterator
                     parameter.grad = before[name] if parameter.grad is None else before[name] + parameter.grad
 
 
-def _gradients(root: Root, names: tuple[str, ...]) -> dict[str, Tensor]:
+def _gradients(root: Root, names: Sequence[str]) -> dict[str, Tensor]:
     """The gradients of some parameters, in the order of their names."""
     held = dict(root.named_own_parameters())
     return {name: grad for name in names if (grad := held[name].grad) is not None}
