@@ -205,9 +205,15 @@ WAYS: dict[str, dict[str, Callable[[nn.Module, Batch, str], Step]]] = {
         "tpcompile, as these": partial(by_tpcompile, **ALIKE),
         "tpcompile": by_tpcompile,
         "tpcompile, loss alone": partial(by_tpcompile, outputs="loss"),
+        "tpcompile, inductor, as these": partial(by_tpcompile, backend="inductor", **ALIKE),
     },
     "pp": {"hand-written": by_stages, "tpcompile": by_tpcompile},
     "dp": {"hand-written": by_replicas, "tpcompile": by_tpcompile},
-    "": {"eager": eager, "torch.compile": inductor, "tpcompile": by_tpcompile},
+    "": {
+        "eager": eager,
+        "torch.compile": inductor,
+        "tpcompile": by_tpcompile,
+        "tpcompile, inductor": partial(by_tpcompile, backend="inductor"),
+    },
 }
 """By the axis that has ranks; the first is what the others are compared with."""

@@ -113,11 +113,14 @@ class Case:
     microbatches: int | None = None
     recompute: str = "none"
     schedule: str = "1f1b"
+    backend: str | None = None
 
     def __str__(self) -> str:
         divided = f" m={self.microbatches}" if self.microbatches else ""
         again = f" recompute {self.recompute}" if self.recompute != "none" else ""
-        return f"{self.model} {self.mesh} {self.data_parallel}{divided}{again}" + (f" {self.schedule}" if self.schedule != "1f1b" else "")
+        through = f" {self.backend}" if self.backend else ""
+        order = f" {self.schedule}" if self.schedule != "1f1b" else ""
+        return f"{self.model} {self.mesh} {self.data_parallel}{divided}{again}{order}{through}"
 
     def made(self) -> nn.Module:
         return MODELS[self.model][0]()
@@ -133,6 +136,7 @@ class Case:
     def compiled(self, model: nn.Module, other: Compiled | None = None) -> Compiled:
         """`other` is the same case, but for what is the runtime's alone: what the compiler made serves both."""
         modes: dict[str, Any] = {"data_parallel": self.data_parallel, "recompute": self.recompute, "schedule": self.schedule}
+        modes["backend"] = self.backend
         if other is None:
             settings: dict[str, Any] = {"loss": MODELS[self.model][1], "microbatches": self.microbatches}
             return tpcompile.compile(model, self.mesh, self.batch(0), **settings, **modes)
@@ -424,4 +428,16 @@ def run(cases: tuple[Case, ...]) -> list[Found]:
         compiled = case.compiled(case.made(), made.get(alike))
         made.setdefault(alike, compiled)
         found.append(train(case, compiled))
+    return found
+
+
+def through_backends(cases: tuple[Case, ...]) -> list[tuple[Found, int, int]]:
+    """Of each case what `train` finds, how many graphs torch.compile made of it, and how often a graph ended before its end."""
+    found = []
+    for case in cases:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        made = train(case, case.compiled(case.made()))
+        counted = torch._dynamo.utils.counters
+        found.append((made, counted["stats"]["unique_graphs"], sum(counted["graph_break"].values())))
     return found

@@ -25,6 +25,7 @@ LAYERS = (
     ("parse", "history"),
     ("messages",),
     ("sharing",),
+    ("backend",),
     ("timeline",),
     ("laws",),
     ("verify", "cost"),

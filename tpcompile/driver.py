@@ -14,6 +14,7 @@ from sympy import Symbol
 from torch import Tensor, nn
 
 from tpcompile import timeline
+from tpcompile.backend import Unit, unit
 from tpcompile.cost import flops_at
 from tpcompile.errors import InputError, Refused, caller
 from tpcompile.history import History, Log
@@ -66,10 +67,16 @@ class Options:
     dynamic: bool = True
     recompute: str = "none"  # or "full", "selective"
     precision: str | None = None  # or "bf16", "fp16"
+    backend: str | None = None  # one of torch.compile's
 
     def parts(self, mesh: Mesh) -> int:
         """In how many parts a batch's rows are divided."""
         return mesh.dp * self.microbatches
+
+    def graphs(self, mesh: Mesh, stage: Stage) -> Unit:
+        """What the graphs of a stage hold that a backend compiles."""
+        how = {name: getattr(self, name) for name in ("schedule", "data_parallel", "recompute")}
+        return unit(self.backend, len(stage.layers), pp=mesh.pp, dp=mesh.dp, **how)
 
 
 def check_outputs(outputs: str) -> None:

@@ -141,3 +141,9 @@ def test_formulas_are_short() -> None:
     assert _formula(b * sympy.floor(s / 8 + sympy.Rational(7, 8))) == "b·⌈s/8⌉"
     assert _formula(b * sympy.floor(s / 8)) == "b·floor(s/8)"
     assert _formula(2 * sympy.ceiling(s / tp)) == "2·⌈s/tp⌉"
+
+
+def test_a_backend_that_is_not_used_is_said_to_be() -> None:
+    found = explain(llama(2, "tp=2", 1, backend="aot_eager", recompute="selective"))
+    assert "runs eagerly, and not through aot_eager: the core of attention" in found
+    assert "runs through torch.compile's aot_eager, a graph for each stage" in explain(llama(2, "tp=2", 1, backend="aot_eager"))

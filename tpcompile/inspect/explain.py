@@ -97,6 +97,12 @@ def _mesh(compilation: Compilation, per_node: int) -> RenderableType:
     sizes = " × ".join(f"{mesh.axis(axis)} {words[axis][mesh.axis(axis) > 1]}" for axis in mesh.order)
     sizes += f", {own} stages on a rank" if own > 1 else ""
     made = Text.assemble(("mesh  ", "bold"), f"{mesh}: {mesh.size} rank{'s' * (mesh.size > 1)}, {sizes}")
+    if backend := compilation.options.backend:
+        graphs = [compilation.options.graphs(mesh, stage) for stage in compilation.stages]
+        if found := sorted({str(one.of) for one in graphs if one.of}):
+            made.append(f"\nruns through torch.compile's {backend}, a graph for each {' or '.join(found)}")
+        elif graphs:
+            made.append(f"\nruns eagerly, and not through {backend}: {graphs[0].reason}", "bold yellow")
     if warning := nodes.warning(mesh, per_node):
         made.append(f"\n{warning}", "bold yellow")
     return made

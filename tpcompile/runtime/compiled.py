@@ -28,6 +28,7 @@ from tpcompile.runtime.batch import Batch, Division
 from tpcompile.runtime.checkpoint import SCALE, Checkpoints, Running, Stateful
 from tpcompile.runtime.checkpoint.full import full_state_dict, save_pretrained
 from tpcompile.runtime.checkpoint.together import on_first, together
+from tpcompile.runtime.compiling import check_backend
 from tpcompile.runtime.data_parallel import check_mode, settle
 from tpcompile.runtime.engine import Capture, Engine, check_values
 from tpcompile.runtime.groups import connect
@@ -57,6 +58,7 @@ def compile(
     dynamic: bool = True,
     recompute: str = "none",
     precision: Literal["bf16", "fp16"] | None = None,
+    backend: str | None = None,
     weights: str | Path | Initial | None = None,
 ) -> Compiled:
     """Compile a model for a mesh of data × pipeline × tensor parallel ranks.
@@ -104,6 +106,9 @@ def compile(
     over tensor ranks in float32. With "fp16", `train_step` scales the loss and gives unscaled gradients; where those of any rank overflow,
     optimizers leave out their next step, on all ranks (`compiled.loss_scale`).
 
+    `backend` names one of torch.compile's backends, "inductor" for one: every stage's program is compiled through it, collectives included,
+    when it first runs. What is compiled together, and where nothing is and why, is in `tpcompile.backend` and in `explain()`.
+
     `weights` is a directory of safetensors, `model.safetensors` or several files with their index, or one file: each rank reads its own
     slices of it when it first runs, and nothing else, so that the model can be on the meta device. Names are those of its state dict.
     `tpcompile.Initial(seed)` instead gives a model on the meta device the values of its own initialisers, equal on every mesh.
@@ -131,6 +136,7 @@ def compile(
         dynamic=dynamic,
         recompute=check_recompute(recompute, schedule, placed.pp),
         precision=check_precision(precision),
+        backend=check_backend(backend),
     )
     compiled = Compiled(model, placed, options, mesh if isinstance(mesh, DeviceMesh) else None, weights)
     if example_inputs is None:

@@ -18,6 +18,7 @@ from tpcompile.errors import InputError, Refused, caller
 from tpcompile.ir import Program, Stage
 from tpcompile.layout import TensorType
 from tpcompile.runtime import outputs, step
+from tpcompile.runtime.compiling import compile_module
 from tpcompile.runtime.data_parallel import Engine as DataParallel
 from tpcompile.runtime.data_parallel import (
     average_rest,
@@ -114,8 +115,9 @@ class Engine:
         return numbers[0]
 
     def _bind(self, module: nn.Module, stage: Stage, *, borrows: bool) -> None:
-        """Give an emitted module its process groups, and let its layers run again in backward, if they are to."""
+        """Give an emitted module its process groups, let it run through the backend, and its layers again in backward, if they are to."""
         collectives.bind(module, self.groups.names)
+        compile_module(module, stage, self._options, self.groups.mesh)
         draws = self._options.dropout == "fast"
         recompute(module, stage.layers, self._options.recompute, borrows=borrows, draws=draws)
 
