@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from parity_models import made
 
 import tpcompile
+from tpcompile.collectives import RING
 from tpcompile.collectives.table import RANKS
 from tpcompile.cost import evaluate
 from tpcompile.driver import Compilation
+from tpcompile.inspect.load import Load
 from tpcompile.mesh import Mesh
 from tpcompile.messages import Sent
 from tpcompile.runtime import recorded
@@ -28,10 +31,35 @@ class Case:
     microbatches: int | None = None
     data_parallel: str = "ddp"
     recompute: str = "none"
+    sequence_parallel: bool = True
+    vocab_parallel: bool = True
 
     def __str__(self) -> str:
         mode = (f" {self.data_parallel}" if self.data_parallel != "ddp" else "") + " again" * (self.recompute == "full")
+        mode += " whole stream" * (not self.sequence_parallel) + " whole vocabulary" * (not self.vocab_parallel)
         return f"{self.model} {self.mesh} {self.schedule}" + (f" m={self.microbatches}" if self.microbatches else "") + mode
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `tpcompile.compile` is told besides the model, the mesh and the batch."""
+        own = ("schedule", "microbatches", "data_parallel", "recompute", "sequence_parallel", "vocab_parallel")
+        return {name: getattr(self, name) for name in own}
+
+
+@dataclass(frozen=True)
+class Total:
+    """All calls of one kind over one group that a rank makes in a step."""
+
+    count: int = 0
+    bytes: int = 0
+    ring: int = 0  # sent by the rank, where the group runs a ring
+
+    def __add__(self, other: Total) -> Total:
+        return Total(self.count + other.count, self.bytes + other.bytes, self.ring + other.ring)
+
+
+Totals = dict[tuple[str, str], Total]
+"""By the axis that the group lies along, and the call."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +69,47 @@ class Traffic:
     rank: int
     expected: list[Call]
     ran: list[Call]
+    stated: Totals  # by `explain()`, of the first tensor rank at this place along the pipeline
 
 
 def step(case: Case) -> Traffic:
     """The third step: what torch's engines set up in the first two is done."""
     model, batch, loss = made(case.model)
-    settings: dict[str, Any] = {"microbatches": case.microbatches, "data_parallel": case.data_parallel, "recompute": case.recompute}
-    compiled = tpcompile.compile(model, case.mesh, batch, loss=loss, schedule=case.schedule, **settings)
+    compiled = tpcompile.compile(model, case.mesh, batch, loss=loss, **case.settings)
     for _ in range(2):
         compiled.train_step(**batch)
     calls, rank = recorded.calls(), dist.get_rank()
     calls.clear()
     compiled.train_step(**batch)
-    return Traffic(rank, expected(compiled.compilation, rank), list(calls))
+    ran = list(calls)
+    return Traffic(rank, expected(compiled.compilation, rank), ran, stated(compiled.compilation, rank))
+
+
+def stated(compilation: Compilation, rank: int) -> Totals:
+    """What `explain()` says of the calls of this rank's stages; it does so for the first tensor rank. Receives stand where they are sent."""
+    mesh, found, load = compilation.mesh, Totals(), Load(compilation)
+    for stage in compilation.step.stages_at(mesh.coordinates(rank)["pp"]):
+        for one, *numbers in load.calls[stage.index]:
+            axis = axis_of(mesh, rank, range(mesh.size)) if one.axis == "all" else one.axis
+            found[axis, one.call] = found.get((axis, one.call), Total()) + Total(*numbers)
+    return found
+
+
+def totals(mesh: Mesh, rank: int, calls: Iterable[Call]) -> Totals:
+    """The same of what a rank has said, but what it received."""
+    found = Totals()
+    for one in calls:
+        if one.call != "recv":
+            key = axis_of(mesh, rank, one.ranks), one.call
+            ring = int(one.bytes * RING[one.call](len(one.ranks))) if one.call in RING else 0
+            found[key] = found.get(key, Total()) + Total(1, one.bytes, ring)
+    return found
+
+
+def axis_of(mesh: Mesh, rank: int, ranks: Iterable[int]) -> str:
+    """The axis that a group lies along; of a mesh with one axis all ranks do."""
+    place = mesh.coordinates(rank)
+    return next((axis for axis in ("tp", "pp", "dp") if set(ranks) <= set(mesh.group(axis, place))), "all")
 
 
 def expected(compilation: Compilation, rank: int) -> list[Call]:

@@ -1,0 +1,159 @@
+"""What processes hand to each other in one training step, beside what `explain()` says: for every mesh axis and kind of call.
+
+    python benchmarks/bytes.py                                     two processes at most, then four
+    python benchmarks/bytes.py --meshes "tp=2 dp=2" --models gpt2  some
+    python benchmarks/bytes.py --meshes dp=2,pp=2,tp=2             eight processes
+    python benchmarks/bytes.py --device cuda                       over NCCL, a GPU for every rank
+    python benchmarks/bytes.py --all                               every row, also those that are equal
+    python benchmarks/bytes.py --json bytes.json
+
+The process group itself keeps the record (`tpcompile.runtime.recorded`), so that calls of torch's engines, of autograd and of schedules are
+in it like our own. It is of the third step, when the engines are set up. Bytes are those of the tensors that a rank gives to its calls;
+"in a ring" is what it then sends where groups run rings. A row has the rank that gives most; it is equal where every rank's own calls are
+those of its timeline, and their sums those that `explain()` prints for its place. What a rank receives is compared too, and has no row of
+its own. Every model, mesh and mode of data parallelism runs with a stream and a vocabulary that tensor ranks cut and ones that they do not,
+and under a pipeline in two schedules.
+
+Exit status: 0 if every row is equal, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import traffic_workers as workers  # noqa: E402 (of the tests beside)
+from traffic_workers import Case, Total, Traffic  # noqa: E402
+
+import tpcompile  # noqa: E402
+from tpcompile.mesh import Mesh  # noqa: E402
+from tpcompile.runtime.data_parallel import MODES  # noqa: E402
+from tpcompile.runtime.recorded import BACKEND  # noqa: E402
+
+MODELS = ("gpt2", "llama")
+MESHES = ("tp=2", "pp=2", "dp=2", "dp=2,tp=2", "pp=2,tp=2")
+SCHEDULES = ("1f1b", "interleaved_1f1b")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of call over one axis, of the rank that gives most bytes to it."""
+
+    case: Case
+    axis: str
+    call: str
+    stated: Total
+    recorded: Total
+    equal: bool
+
+
+def cases(models: Sequence[str], mesh: str, modes: Sequence[str], schedules: Sequence[str]) -> Iterator[Case]:
+    """What is measured on a mesh: options that change nothing there are left out."""
+    sizes = Mesh.of(mesh)
+    for model in models:
+        for mode in modes if sizes.dp > 1 else modes[:1]:
+            for schedule in schedules if sizes.pp > 1 else schedules[:1]:
+                made = Case(model, mesh, schedule, 2 * sizes.pp if sizes.pp > 1 else None, mode)
+                yield made
+                if sizes.tp > 1:
+                    yield replace(made, sequence_parallel=False)
+                    yield replace(made, vocab_parallel=False)
+
+
+def rows(case: Case, ranks: Sequence[Traffic]) -> Iterator[Row]:
+    """What all ranks of a case have said, by axis and call."""
+    mesh = Mesh.of(case.mesh)
+    found = [(one, workers.totals(mesh, one.rank, one.ran)) for one in ranks]
+    for axis, call in sorted({key for one, ran in found for key in (*one.stated, *ran)}):
+        key, equal = (axis, call), True
+        most = max(found, key=lambda pair: (mesh.coordinates(pair[0].rank)["tp"] == 0, pair[1].get(key, Total()).bytes))
+        for one, ran in found:
+            equal &= _of(mesh, one, one.ran, key) == _of(mesh, one, one.expected, key)
+            if mesh.coordinates(one.rank)["tp"] == 0:
+                equal &= _close(one.stated.get(key, Total()), ran.get(key, Total()))
+        yield Row(case, axis, call, most[0].stated.get(key, Total()), most[1].get(key, Total()), equal)
+
+
+def _of(mesh: Mesh, one: Traffic, calls: Sequence[workers.Call], key: tuple[str, str]) -> Counter[workers.Call]:
+    """The calls of one kind over one axis; what is received counts with what is sent."""
+    axis, call = key
+    same = ("send", "recv") if call == "send" else (call,)
+    return Counter(made for made in calls if made.call in same and workers.axis_of(mesh, one.rank, made.ranks) == axis)
+
+
+def _close(stated: Total, recorded: Total) -> bool:
+    """Equal, but for what rounding leaves of a ring's share."""
+    return (stated.count, stated.bytes) == (recorded.count, recorded.bytes) and abs(stated.ring - recorded.ring) <= recorded.count
+
+
+def shown(found: Sequence[Row], everything: bool) -> Table:
+    """Rows, those of one kind of call that are equal folded into one unless `everything` is wanted."""
+    table = Table("model", "mesh", "", "axis", "call", "calls stated", "recorded", "bytes stated", "recorded", "in a ring", "equal", box=None)
+    for column in (5, 6, 7, 8, 9):
+        table.columns[column].justify = "right"
+    for row in found:
+        case, one, other = row.case, row.stated, row.recorded
+        what = str(case).split(" ", 2)[2]
+        if everything or not row.equal:
+            numbers = (f"{number:,}" for number in (one.count, other.count, one.bytes, other.bytes, one.ring))
+            verdict = "yes" if row.equal else "[red]NO[/]"
+            table.add_row(case.model, case.mesh, what, row.axis, row.call, *numbers, verdict)
+    if not everything:
+        for mesh in dict.fromkeys(row.case.mesh for row in found):
+            for axis, call in dict.fromkeys((row.axis, row.call) for row in found if row.case.mesh == mesh):
+                _fold(table, [row for row in found if (row.case.mesh, row.axis, row.call) == (mesh, axis, call) and row.equal])
+    return table
+
+
+def _fold(table: Table, equal: Sequence[Row]) -> None:
+    """One line for rows of one mesh, axis and call, which are all equal: from the least to the most."""
+    if equal:
+        models = ", ".join(dict.fromkeys(row.case.model for row in equal))
+        names = [[getattr(getattr(row, side), name) for row in equal] for name in ("count", "bytes") for side in ("stated", "recorded")]
+        names.append([row.stated.ring for row in equal])
+        spans = (f"{min(one):,} – {max(one):,}" if min(one) < max(one) else f"{one[0]:,}" for one in names)
+        first = equal[0]
+        table.add_row(models, first.case.mesh, f"{len(equal)} ways", first.axis, first.call, *spans, "yes")
+
+
+def measure(mesh: str, wanted: Sequence[Case], device: str) -> list[Row]:
+    """Every row of a mesh, on processes that are started for it."""
+    ranks = tpcompile.launch(workers.steps, mesh, tuple(wanted), device=device, backend=BACKEND)
+    return [row for place, case in enumerate(wanted) for row in rows(case, [rank[place] for rank in ranks])]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--models", default=",".join(MODELS), help=f"of tests/parity_models.py (default: {','.join(MODELS)})")
+    made.add_argument("--meshes", default=" ".join(MESHES), help=f"separated by spaces (default: {' '.join(MESHES)})")
+    made.add_argument("--modes", default=",".join(MODES), help=f"of data parallelism (default: {','.join(MODES)})")
+    made.add_argument("--schedules", default=",".join(SCHEDULES), help=f"default: {','.join(SCHEDULES)}")
+    made.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    made.add_argument("--all", action="store_true", help="show every row, also those that are equal")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all rows there")
+    args = made.parse_args(argv)
+    found: list[Row] = []
+    for mesh in args.meshes.split():
+        wanted = list(cases(args.models.split(","), mesh, args.modes.split(","), args.schedules.split(",")))
+        found += measure(mesh, wanted, args.device)
+        if args.json:
+            args.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+    Console(width=200).print(shown(found, args.all))
+    different = sum(not row.equal for row in found)
+    print(f"{len(found)} rows, {different} of them different")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
