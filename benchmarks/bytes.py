@@ -1,4 +1,4 @@
-"""What processes hand to each other in one training step, beside what `explain()` says: for every mesh axis and kind of call.
+"""What processes hand to each other in a step of training and of the optimizer, by mesh axis and call, beside what `explain()` says.
 
     python benchmarks/bytes.py                                     two processes at most, then four
     python benchmarks/bytes.py --meshes "tp=2 dp=2" --models gpt2  some
@@ -34,12 +34,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import traffic_workers as workers  # noqa: E402 (of the tests beside)
-from traffic_workers import Case, Total, Traffic  # noqa: E402
+from traffic_workers import Case, Total, Traffic, axis_of, totals  # noqa: E402
 
 import tpcompile  # noqa: E402
 from tpcompile.mesh import Mesh  # noqa: E402
 from tpcompile.runtime.data_parallel import MODES  # noqa: E402
-from tpcompile.runtime.recorded import BACKEND  # noqa: E402
+from tpcompile.runtime.recorded import BACKEND, Call  # noqa: E402
 
 MODELS = ("gpt2", "llama")
 MESHES = ("tp=2", "pp=2", "dp=2", "dp=2,tp=2", "pp=2,tp=2")
@@ -74,22 +74,21 @@ def cases(models: Sequence[str], mesh: str, modes: Sequence[str], schedules: Seq
 def rows(case: Case, ranks: Sequence[Traffic]) -> Iterator[Row]:
     """What all ranks of a case have said, by axis and call."""
     mesh = Mesh.of(case.mesh)
-    found = [(one, workers.totals(mesh, one.rank, one.ran)) for one in ranks]
-    for axis, call in sorted({key for one, ran in found for key in (*one.stated, *ran)}):
-        key, equal = (axis, call), True
-        most = max(found, key=lambda pair: (mesh.coordinates(pair[0].rank)["tp"] == 0, pair[1].get(key, Total()).bytes))
-        for one, ran in found:
-            equal &= _of(mesh, one, one.ran, key) == _of(mesh, one, one.expected, key)
-            if mesh.coordinates(one.rank)["tp"] == 0:
-                equal &= _close(one.stated.get(key, Total()), ran.get(key, Total()))
-        yield Row(case, axis, call, most[0].stated.get(key, Total()), most[1].get(key, Total()), equal)
+    found = [(one, totals(one)) for one in ranks]
+    first = [(one, ran) for one, ran in found if mesh.coordinates(one.rank)["tp"] == 0]
+    for key in sorted({key for one, ran in found for key in (*one.stated, *ran)}):
+        axis, call, part = key
+        equal = all(_close(one.stated.get(key, Total()), ran.get(key, Total())) for one, ran in first)
+        equal &= bool(part) or all(_calls(one, one.ran, key) == _calls(one, one.expected, key) for one in ranks)
+        traffic, ran = max(first, key=lambda pair: pair[1].get(key, Total()).bytes)
+        yield Row(case, axis, f"{call} of {part}" if part else call, traffic.stated.get(key, Total()), ran.get(key, Total()), equal)
 
 
-def _of(mesh: Mesh, one: Traffic, calls: Sequence[workers.Call], key: tuple[str, str]) -> Counter[workers.Call]:
+def _calls(one: Traffic, calls: Sequence[Call], key: tuple[str, str, str]) -> Counter[Call]:
     """The calls of one kind over one axis; what is received counts with what is sent."""
-    axis, call = key
+    axis, call, _ = key
     same = ("send", "recv") if call == "send" else (call,)
-    return Counter(made for made in calls if made.call in same and workers.axis_of(mesh, one.rank, made.ranks) == axis)
+    return Counter(made for made in calls if made.call in same and axis_of(one.mesh, one.rank, made.ranks) == axis)
 
 
 def _close(stated: Total, recorded: Total) -> bool:
@@ -99,7 +98,9 @@ def _close(stated: Total, recorded: Total) -> bool:
 
 def shown(found: Sequence[Row], everything: bool) -> Table:
     """Rows, those of one kind of call that are equal folded into one unless `everything` is wanted."""
-    table = Table("model", "mesh", "", "axis", "call", "calls stated", "recorded", "bytes stated", "recorded", "in a ring", "equal", box=None)
+    table = Table(
+        "model", "mesh", "", "axis", "call", "calls stated", "recorded", "bytes stated", "recorded", "in a ring", "equal", box=None
+    )
     for column in (5, 6, 7, 8, 9):
         table.columns[column].justify = "right"
     for row in found:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import parity_models
 import torch
 import torch.distributed as dist
-from parity_models import made
 
 import tpcompile
 from tpcompile.collectives import RING
@@ -58,51 +58,59 @@ class Total:
         return Total(self.count + other.count, self.bytes + other.bytes, self.ring + other.ring)
 
 
-Totals = dict[tuple[str, str], Total]
-"""By the axis that the group lies along, and the call."""
+Totals = dict[tuple[str, str, str], Total]
+"""By the axis that the group lies along, the call, and "update" for what an optimizer's step does, "" for the rest."""
 
 
 @dataclass(frozen=True)
 class Traffic:
     """What one rank of the mesh should say in a step, and what it said."""
 
+    mesh: Mesh
     rank: int
     expected: list[Call]
     ran: list[Call]
+    updated: list[Call]  # by the optimizer's step after it
     stated: Totals  # by `explain()`, of the first tensor rank at this place along the pipeline
 
 
 def step(case: Case) -> Traffic:
     """The third step: what torch's engines set up in the first two is done."""
-    model, batch, loss = made(case.model)
+    model, batch, loss = parity_models.made(case.model)
     compiled = tpcompile.compile(model, case.mesh, batch, loss=loss, **case.settings)
+    optimizer = compiled.optimizer(torch.optim.SGD, lr=1e-3)
     for _ in range(2):
         compiled.train_step(**batch)
     calls, rank = recorded.calls(), dist.get_rank()
     calls.clear()
     compiled.train_step(**batch)
     ran = list(calls)
-    return Traffic(rank, expected(compiled.compilation, rank), ran, stated(compiled.compilation, rank))
+    calls.clear()
+    optimizer.step()
+    made = compiled.compilation
+    return Traffic(made.mesh, rank, expected(made, rank), ran, list(calls), stated(made, rank))
 
 
 def stated(compilation: Compilation, rank: int) -> Totals:
-    """What `explain()` says of the calls of this rank's stages; it does so for the first tensor rank. Receives stand where they are sent."""
+    """What `explain()` says of the calls of this rank's stages, were it the first tensor rank; receives stand where they are sent."""
     mesh, found, load = compilation.mesh, Totals(), Load(compilation)
     for stage in compilation.step.stages_at(mesh.coordinates(rank)["pp"]):
         for one, *numbers in load.calls[stage.index]:
             axis = axis_of(mesh, rank, range(mesh.size)) if one.axis == "all" else one.axis
-            found[axis, one.call] = found.get((axis, one.call), Total()) + Total(*numbers)
+            key = axis, one.call, one.direction if one.direction == "update" else ""
+            found[key] = found.get(key, Total()) + Total(*numbers)
     return found
 
 
-def totals(mesh: Mesh, rank: int, calls: Iterable[Call]) -> Totals:
+def totals(one: Traffic) -> Totals:
     """The same of what a rank has said, but what it received."""
     found = Totals()
-    for one in calls:
-        if one.call != "recv":
-            key = axis_of(mesh, rank, one.ranks), one.call
-            ring = int(one.bytes * RING[one.call](len(one.ranks))) if one.call in RING else 0
-            found[key] = found.get(key, Total()) + Total(1, one.bytes, ring)
+    for part, calls in (("", one.ran), ("update", one.updated)):
+        for call in calls:
+            if call.call != "recv":
+                key = axis_of(one.mesh, one.rank, call.ranks), call.call, part
+                ring = int(call.bytes * RING[call.call](len(call.ranks))) if call.call in RING else 0
+                found[key] = found.get(key, Total()) + Total(1, call.bytes, ring)
     return found
 
 

@@ -6,13 +6,14 @@
                hold, over pp; the loss over dp and to all stages
 
 Without a pipeline the gradients' reduction overlaps the last backward: it has its own group, so only the order within it is said here.
-Replicas that share out parameters gather them in the schedule's course (`tpcompile.sharing`); what an optimizer gathers is not a step's.
+Replicas that share out parameters gather them in the schedule's course (`tpcompile.sharing`). What an optimizer's step gathers after it,
+where they share out its state alone, is in `Step.updated`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,6 +112,21 @@ class Step:
         yield from self._shared(place, tp)
         yield from self._loss(place)
 
+    def updated(self, at: int, tp: int = 0) -> Iterator[Sent]:
+        """What an optimizer's step hands over, under zero1: the rows of every parameter that this replica has stepped, several at once."""
+        if self.mesh.dp == 1 or self.data_parallel != "zero1":
+            return
+        held = {place for stage in self.stages_at(at) for place in stage.parameters} & trained(self.local.program)
+        by_type = defaultdict[torch.dtype, list[tuple[int, int]]](list)  # bytes of the whole piece, elements of the rows
+        for place in (place for place in self.local.program.parameters if place in held):
+            dtype, shape = self._kind(place).dtype, self._piece(place, tp)
+            if shape:
+                row = int(product(shape[1:]))
+                by_type[dtype].append((int(shape[0]) * row * dtype.itemsize, -(-int(shape[0]) // self.mesh.dp) * row))
+        for dtype, sizes in by_type.items():
+            for elements in _filled(sizes, BUCKET):
+                yield Sent("dp", "update", "all_gather", "parameters", dtype, elements)
+
     def _said(self, stage: int, work: Work) -> tuple[Sent, ...]:
         messages = self.messages[stage]
         return {"forward": messages.forward, "backward": messages.backward, "input": messages.input, "weight": messages.weight}[work]
@@ -157,14 +173,12 @@ class Step:
 
     def _sizes(self, stage: Stage, tp: int) -> dict[str, tuple[torch.dtype, Size]]:
         """The type and the size of every gradient of a stage, before replicas share it out."""
-        program, layouts = self.local.program, self.local.layouts
-        return {name: _elements(program, layouts.get(place), place, tp) for place, name in reduced(program, stage).items()}
+        asked = reduced(self.local.program, stage)
+        return {name: (self._kind(place).dtype, product(self._piece(place, tp))) for place, name in asked.items()}
 
     def _own(self, place: int, tp: int) -> dict[str, tuple[torch.dtype, Size]]:
         """The type and the size of what the first replica has of every gradient, over all stages of a place along the pipeline."""
-        return {
-            name: self._held(stage, name, size, tp) for stage in self.stages_at(place) for name, size in self._sizes(stage, tp).items()
-        }
+        return {name: self._held(stage, name, size, tp) for stage in self.stages_at(place) for name, size in self._sizes(stage, tp).items()}
 
     def _scalars(self, stage: Stage) -> set[str]:
         return {name for name in stage.parameters.values() if not self._shape(stage, name)}
@@ -177,17 +191,22 @@ class Step:
         asked, units = reduced(program, stage), self.units[index]
         held = []
         for place, name in stage.parameters.items():
-            kind, layout = program.types[place], self.local.layouts.get(place)
-            assert isinstance(kind, TensorType)
-            shape = tuple(local_size(dim, tp) for dim in layout.dims) if isinstance(layout, Layout) else kind.shape
             unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
-            held.append(Parameter(shape, kind.dtype, unit, place in asked))
+            held.append(Parameter(self._piece(place, tp), self._kind(place).dtype, unit, place in asked))
         return Sharing(held, units, mesh.dp, gathers_again(self.data_parallel, self.schedule, mesh.pp), mesh.pp > 1)
 
-    def _shape(self, stage: Stage, name: str) -> tuple[Size, ...]:
-        kind = self.local.program.types[next(place for place, held in stage.parameters.items() if held == name)]
+    def _kind(self, placeholder: str) -> TensorType:
+        kind = self.local.program.types[placeholder]
         assert isinstance(kind, TensorType)
-        return kind.shape
+        return kind
+
+    def _piece(self, placeholder: str, tp: int) -> tuple[Size, ...]:
+        """The shape of a tensor rank's piece of a parameter."""
+        layout = self.local.layouts.get(placeholder)
+        return tuple(local_size(dim, tp) for dim in layout.dims) if isinstance(layout, Layout) else self._kind(placeholder).shape
+
+    def _shape(self, stage: Stage, name: str) -> tuple[Size, ...]:
+        return self._kind(next(place for place, held in stage.parameters.items() if held == name)).shape
 
     def _held(self, stage: Stage, name: str, size: tuple[torch.dtype, Size], tp: int) -> tuple[torch.dtype, Size]:
         """Of a gradient, what the first replica has."""
@@ -205,6 +224,18 @@ class Step:
             yield Sent("dp", "step", "all_reduce", "loss", torch.float64, 1)
         if self.mesh.pp > 1:
             yield Sent("pp", "step", "broadcast", "loss", torch.float64, 1, tuple(range(self.mesh.pp)))
+
+
+def _filled(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[int]:
+    """The elements that are gathered at once, of parameters given by bytes and elements: as many as make up no more than `most` bytes."""
+    held = elements = 0
+    for size, own in sizes:
+        if held and held + size > most:
+            yield elements
+            held = elements = 0
+        held, elements = held + size, elements + own
+    if elements:
+        yield elements
 
 
 def _transferred(stage: Stage, transfer: Transfer, tp: int) -> Iterator[Sent]:
@@ -239,13 +270,6 @@ def shared_weights(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
         for name in sorted(set(stage.parameters.values())):
             holders[name].append(stage.index)
     return {name: tuple(held) for name, held in sorted(holders.items()) if len(held) > 1}
-
-
-def _elements(program: Program, layout: Layout | tuple[Layout, ...] | None, place: str, tp: int) -> tuple[torch.dtype, Size]:
-    """The type and the size of a rank's piece of a parameter."""
-    kind = program.types[place]
-    assert isinstance(kind, TensorType)
-    return kind.dtype, product(local_size(dim, tp) for dim in layout.dims) if isinstance(layout, Layout) else product(kind.shape)
 
 
 def _joined(axis: str, direction: str, sizes: Mapping[str, tuple[torch.dtype, Size]]) -> Iterator[Sent]:
