@@ -122,7 +122,7 @@ class Watch:
     """The most that a module's steps keep for backward at once, and that torch's engines have gathered and not yet reduced.
 
     Autograd gets a holder for everything that it saves; when it drops that, the storage counts no more, unless another holder is left.
-    What a layer saves that runs again is in nobody's hooks but torch's own: there a storage counts until it is freed.
+    What a layer saves that runs again is in nobody's hooks but torch's own: there it counts as long as torch's copy of the tensor.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -133,7 +133,7 @@ class Watch:
         self.look()
         if self.is_own(tensor):
             return tensor
-        holder = Holder(tensor)
+        holder = Holder(tensor.detach())  # an operation's own result would otherwise keep the operation, and that the holder
         self.keep(tensor, holder)
         return holder
 
@@ -141,11 +141,11 @@ class Watch:
         self.look()
         return packed.tensor if isinstance(packed, Holder) else packed
 
-    def again(self, tensor: Tensor) -> Tensor:
-        """Saved by a layer that runs again."""
+    def again(self, tensor: Tensor, kept: Tensor) -> Tensor:
+        """Saved by a layer that runs again: what torch keeps in its place."""
         if not self.is_own(tensor):
-            self.keep(tensor, tensor.untyped_storage())
-        return tensor
+            self.keep(tensor, kept)
+        return kept
 
     def keep(self, tensor: Tensor, until: object) -> None:
         storage = tensor.untyped_storage()
@@ -165,16 +165,14 @@ class Watch:
 
     def look(self) -> None:
         """Note what torch's engines have gathered, and what gradients wait whole."""
-        held = [p for one in self.root.modules() if isinstance(one, FSDPModule) for p in engine_parameters(one)]
+        groups = [group for one in self.root.modules() if isinstance(one, FSDPModule) for group in one._get_fsdp_state()._fsdp_param_groups]
+        held = [p for group in groups for p in group.fsdp_params]
         own = storages(p.sharded_param for p in held)
-        gathered = storages(tensor for p in held for tensor in p.all_gather_outputs)
+        ahead = [group._all_gather_result.all_gather_output for group in groups if group._all_gather_result is not None]
+        gathered = storages([*ahead, *(tensor for p in held for tensor in p.all_gather_outputs)])
         waiting = storages(grad for p in held for grad in whole_gradients(p))
         self.most["gathered"] = max(self.most["gathered"], sum(size for key, size in gathered.items() if key not in own))
         self.most["unreduced"] = max(self.most["unreduced"], sum(waiting.values()))
-
-
-def engine_parameters(module: FSDPModule) -> Iterator[Any]:
-    yield from (p for group in module._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params)
 
 
 def whole_gradients(parameter: Any) -> Iterator[Tensor | None]:
@@ -192,7 +190,7 @@ def watched(root: nn.Module) -> Iterator[Counter[str]]:
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             pack = self.pack_hook
-            self.pack_hook = lambda tensor: pack(watch.again(tensor))
+            self.pack_hook = lambda tensor: watch.again(tensor, pack(tensor))
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(checkpoint, "_recomputation_hook", Again))

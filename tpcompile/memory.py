@@ -29,12 +29,16 @@ import torch
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter as a tensor rank of a stage holds it. `unit` is the layer that it belongs to, "" for the root."""
+    """A parameter as a tensor rank of a stage holds it. `unit` is the layer that it belongs to, "" for the root.
+
+    A `twin` is held by an earlier stage of the same rank too: its gradient is added to that one's at the end of a step.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool = True
     unit: str = ""
+    twin: bool = False
 
     @property
     def bytes(self) -> int:
@@ -84,7 +88,7 @@ def memory(
     def total(some: Iterable[Held], shared: bool) -> int:
         return sum(p.share(replicas, replica) if shared else p.bytes for p in some)
 
-    trained = [p for p in parameters if p.trained]
+    trained = [p for p in parameters if p.trained and not p.twin]
     units = defaultdict[str, int](int)
     gradients = defaultdict[str, int](int)
     for p in parameters:

@@ -3,7 +3,7 @@
 Autograd itself is asked what it saves (`saved_tensors_hooks`), once for every storage; parameters and buffers are not counted. Attention
 counts as the fused kernel that torch takes on a CPU: its operands, its result and one number for every row of scores. With
 recompute="full" a layer keeps what it is given, with "selective" the core of its attention does; when it runs again, all that it saves is
-there at once: `again`.
+there at once, but what was computed after it has been freed: `most`.
 
 Operations that torch cannot run without data end the count, and the reason is said.
 """
@@ -39,12 +39,14 @@ class Kept:
     """Of one micro-batch on one tensor rank."""
 
     bytes: int = 0  # kept from forward to backward
-    again: int = 0  # the most that a layer adds while it runs again
+    most: int = 0  # at any time: more, where a layer that runs again in backward saves more than what has been freed by then
+    half: int = 0  # kept from the first half of backward to the second, where it is halved
     flops: int = 0  # of forward: 2 per multiply-add
     unknown: str = ""  # why it cannot be counted; then all numbers are 0
 
     def __add__(self, other: Kept) -> Kept:
-        return Kept(self.bytes + other.bytes, max(self.again, other.again), self.flops + other.flops, self.unknown or other.unknown)
+        sums = (getattr(self, name) + getattr(other, name) for name in ("bytes", "most", "half", "flops"))
+        return Kept(*sums, self.unknown or other.unknown)
 
 
 def of_stage(compilation: Compilation, stage: Stage, coordinate: int = 0) -> Kept:
@@ -81,7 +83,7 @@ def of_one_device(compilation: Compilation) -> Kept:
 def in_flight(compilation: Compilation, place: int, kept: Mapping[int, Kept]) -> int:
     """The most bytes that a rank keeps at once in a step, given what its stages keep of a micro-batch, by index.
 
-    What is kept for a backward in halves counts until its second half is done, which is at most a little too much.
+    The first half of a backward frees what was saved after the last weight was used; the first stage's backward is all second half.
     """
     step = compilation.step
     now = most = 0
@@ -93,9 +95,13 @@ def in_flight(compilation: Compilation, place: int, kept: Mapping[int, Kept]) ->
             now += own.bytes
             most = max(most, now)
             continue
-        most = max(most, now + own.again)
-        if action.work in ("backward", "input" if step.stages[action.stage].unhalved else "weight"):
-            now -= own.bytes
+        if action.work != "weight":
+            most = max(most, now - own.bytes + own.most)
+        left = 0 if action.work == "backward" or step.stages[action.stage].unhalved else own.half if action.stage else own.bytes
+        if action.work == "weight":
+            now -= left
+        else:
+            now -= own.bytes - left
     return most
 
 
@@ -122,7 +128,9 @@ class _Recording:
     axis: str
     coordinate: int
     layer: str = ""
+    place: int = 0  # of the node that runs
     saved: dict[str, dict[int, int]] = field(default_factory=dict)  # layer → storage → bytes
+    since: dict[int, int] = field(default_factory=dict)  # storage → the place of the first node that saves it
     alive: list[Tensor] = field(default_factory=list)  # so that no two storages have one address
 
     def of(
@@ -154,35 +162,54 @@ class _Recording:
             types[node.name] = TensorType(dtype, shape)
             if node.name in self.held:
                 there.add(_key(values[node.name]))
-        flops, outputs = 0, dict[str, dict[int, int]]()
+        flops, given, ends = 0, dict[str, dict[int, int]](), dict[str, int]()
+        weights, last = self.held & learned, -1  # the values that weights alone make, and the last place where they meet others
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
-            for node in order:
+            for self.place, node in enumerate(order):
                 self.layer = self.owner.get(node.name, "")
                 made = values[node.name] = self._call(node, values)
                 types[node.name] = pytree.tree_map_only(Tensor, lambda t: TensorType(t.dtype, tuple(t.shape)), made)
                 flops += _flops(node, types)
+                operands = {operand.name for operand in node.all_input_nodes}
+                weights |= {node.name} if operands and operands <= weights else frozenset()
+                last = self.place if operands & weights else last
                 if self.layer:
-                    noted = outputs.setdefault(self.layer, {})
+                    noted, ends[self.layer] = given.setdefault(self.layer, {}), self.place
                     for operand in node.all_input_nodes:
                         if self.owner.get(operand.name, "") != self.layer:
-                            noted |= _storages(values[operand.name])
-        return self._count(there, outputs, flops)
+                            noted |= self._noted(_storages(values[operand.name]))
+        return self._count(there, given, ends, last, flops)
 
-    def _count(self, there: set[int], outputs: Mapping[str, dict[int, int]], flops: int) -> Kept:
-        kept: dict[int, int] = {}
-        again = 0
+    def _count(self, there: set[int], given: Mapping[str, dict[int, int]], ends: Mapping[str, int], last: int, flops: int) -> Kept:
+        """`given` is what layers that run again keep, `ends` the place of their last node, `last` that of the last that has a weight.
+
+        What is saved after a node is gone when backward has come to it.
+        """
+        kept, again = dict[int, int](), dict[str, int]()
         for layer, saved in self.saved.items():
-            if layer in outputs:
-                again = max(again, sum(size for key, size in saved.items() if key not in there and key not in outputs[layer]))
+            if layer in given:
+                again[layer] = sum(size for key, size in saved.items() if key not in there and key not in given[layer])
             else:
                 kept |= saved
-        for noted in outputs.values():
+        for noted in given.values():
             kept |= noted
-        return Kept(sum(size for key, size in kept.items() if key not in there), again, flops)
+        kept = {key: size for key, size in kept.items() if key not in there}
+
+        def before(place: int) -> int:
+            return sum(size for key, size in kept.items() if self.since[key] <= place)
+
+        total = sum(kept.values())
+        return Kept(total, max([total, *(before(ends[layer]) + size for layer, size in again.items())]), before(last), flops)
+
+    def _noted(self, storages: dict[int, int]) -> dict[int, int]:
+        """The same, with a note of when autograd first saved them."""
+        for key in storages:
+            self.since.setdefault(key, self.place)
+        return storages
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self.alive.append(tensor)
-        self.saved.setdefault(self.layer, {})[_key(tensor)] = tensor.untyped_storage().nbytes()
+        self.saved.setdefault(self.layer, {}).update(self._noted(_storages(tensor)) if not self.layer else _storages(tensor))
         return tensor
 
     def _call(self, node: fx.Node, values: Mapping[str, Any]) -> Any:

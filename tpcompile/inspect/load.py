@@ -85,8 +85,7 @@ class Load:
         step, made = self.compilation.step, []
         for place in range(step.mesh.pp):
             stages = step.stages_at(place)
-            held = [memory.of_stage(self.compilation, stage) for stage in stages]
-            total = Memory(*(sum(getattr(one, name) for one in held) for name in Memory.__dataclass_fields__))
+            total = memory.of_stages(self.compilation, stages)
             flying = activations.in_flight(self.compilation, place, self.kept)
             made.append(Place(place, tuple(s.index for s in stages), total, flying, sum(self.kept[s.index].flops for s in stages)))
         return tuple(made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -30,12 +32,22 @@ def held(compilation: Compilation, stage: Stage, place: int) -> tuple[Held, ...]
     return tuple(found)
 
 
-def of_stage(compilation: Compilation, stage: Stage, *, moments: int = 2) -> Memory:
-    """The most that any tensor rank of a stage holds, on the first replica: no other holds more."""
+def of_stages(compilation: Compilation, stages: Sequence[Stage], *, moments: int = 2) -> Memory:
+    """The most that any tensor rank with these stages holds, on the first replica: no other holds more."""
     mesh, mode = compilation.mesh, compilation.options.data_parallel
     how: dict[str, Any] = {"pipeline": mesh.pp > 1, "microbatches": compilation.options.microbatches, "moments": moments}
-    found = (memory(held(compilation, stage, place), mode, mesh.dp, **how) for place in range(mesh.tp))
+    found = (memory(_together(compilation, stages, place), mode, mesh.dp, **how) for place in range(mesh.tp))
     return max(found, key=lambda one: one.most)
+
+
+def _together(compilation: Compilation, stages: Sequence[Stage], place: int) -> Iterator[Held]:
+    """The parameters of a rank's stages. One that two of them use is the same tensor, except where replicas' gradients are reduced."""
+    seen = set[str]()
+    for stage in stages:
+        for name, one in zip(stage.parameters.values(), held(compilation, stage, place), strict=True):
+            if name not in seen or compilation.mesh.dp > 1:
+                yield replace(one, twin=name in seen)
+            seen.add(name)
 
 
 def table(compilation: Compilation) -> RenderableType:
@@ -47,7 +59,7 @@ def table(compilation: Compilation) -> RenderableType:
     for place, heading in enumerate(headings):
         shown.add_column(heading, justify="right" if place else "left")
     for stage in compilation.stages:
-        one = of_stage(compilation, stage)
+        one = of_stages(compilation, [stage])
         sizes = (one.parameters, one.gradients, one.optimizer, one.gathered, one.unreduced, one.most)
         shown.add_row(f"stage {stage.index}" if mesh.pp > 1 else "all of it", *(Text(spelled(size)) for size in sizes))
     return shown

@@ -28,7 +28,7 @@ def stages(compilation: Compilation, places: Places, order: Mapping[str, int], f
     packed = []
     for stage in compilation.stages:
         parts = _parts(compilation, places, stage, done, flops)
-        kept = memory.of_stage(compilation, stage)
+        kept = memory.of_stages(compilation, [stage])
         packed.append({
             "place": compilation.step.place_of(stage.index), "flops": sum(count for _, count, _ in parts),
             "parts": [[order[part], count, again] for part, count, again in parts],
