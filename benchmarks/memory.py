@@ -13,8 +13,8 @@ is what torch's engine has gathered of parameters at once, looked at whenever au
 that wait to be reduced; reductions have buffers that are not seen, so there what is stated need only be enough. A row has the place along
 the pipeline where most is stated, and its rank that has most.
 
-On GPUs "allocated" is the most that torch has allocated, beside the sum of all that is stated for a step. It has what kernels need while they
-run, so that no verdict is given.
+On GPUs "allocated" is the most that torch has allocated, beside the sum of all that is stated for a step. It has what kernels need while
+they run, so that no verdict is given.
 
 Exit status: 0 if what is measured is within 2 % of what is stated at all places, 1 if not.
 """
@@ -25,7 +25,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -42,14 +42,13 @@ from tpcompile.mesh import Mesh  # noqa: E402
 from tpcompile.runtime.data_parallel import MODES  # noqa: E402
 from tpcompile.runtime.recompute import KINDS  # noqa: E402
 from tpcompile.schedules import SCHEDULES  # noqa: E402
-from tpcompile.sharing import WHOLE_BACKWARD  # noqa: E402
 
 LIMIT = 0.02
 MESHES = ("tp=2", "pp=2", "dp=2", "dp=2,tp=2", "dp=2,pp=2")
-WHOLE = "vocab_size=4099"
+WORDS = "vocab_size=4099"
 MODELS = {
-    "gpt2": f"hf:gpt2,n_layer=4,n_embd=256,n_head=8,n_positions=64,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0,{WHOLE}",
-    "llama": f"hf:llama,num_hidden_layers=4,hidden_size=256,intermediate_size=688,num_attention_heads=8,num_key_value_heads=4,{WHOLE}",
+    "gpt2": f"hf:gpt2,n_layer=4,n_embd=256,n_head=8,n_positions=64,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0,{WORDS}",
+    "llama": f"hf:llama,num_hidden_layers=4,hidden_size=256,intermediate_size=688,num_attention_heads=8,num_key_value_heads=4,{WORDS}",
 }
 NAMES = {
     "parameters": "parameters",
@@ -79,24 +78,21 @@ class Row:
         return self.measured / self.stated if self.stated else None
 
 
-def cases(model: str, mesh: str) -> Iterator[Case]:
-    """What is measured on a mesh: every mode and schedule, and what runs again in backward, not all of them with each other."""
+def cases(model: str, mesh: str, modes: Sequence[str] = MODES, again: Sequence[str] = KINDS) -> Iterator[Case]:
+    """What is measured on a mesh: modes, schedules and what runs again in backward, each with the first of the others, or the last."""
     sizes = Mesh.of(mesh)
-    micro = 4 if sizes.pp > 1 else None
+    made = Case(MODELS[model], mesh, modes[0], again[0], microbatches=4 if sizes.pp > 1 else None)
+    for mode in modes if sizes.dp > 1 else modes[:1]:
+        yield replace(made, data_parallel=mode)
+    for how in again[1:]:
+        yield replace(made, data_parallel=modes[-1] if sizes.dp > 1 else modes[0], recompute=how)
+    if sizes.pp == 1 and sizes.dp > 1:
+        yield replace(made, data_parallel=modes[-1], microbatches=2)
+    if sizes.pp > 1 and sizes.dp > 1:
+        yield from (replace(made, data_parallel=mode, schedule="zbv") for mode in dict.fromkeys((modes[0], modes[-1])))
     if sizes.pp > 1 and sizes.dp == 1:
-        for schedule in SCHEDULES:
-            for how in KINDS if schedule in WHOLE_BACKWARD[:3:2] else KINDS[:1]:
-                yield Case(MODELS[model], mesh, recompute=how, schedule=schedule, microbatches=micro)
-        return
-    for mode in MODES if sizes.dp > 1 else MODES[:1]:
-        yield Case(MODELS[model], mesh, mode, microbatches=micro)
-    for how in KINDS[1:]:
-        yield Case(MODELS[model], mesh, MODES[-1] if sizes.dp > 1 else MODES[0], how, microbatches=micro)
-    if sizes.pp > 1:
-        for mode in (MODES[0], MODES[-1]):
-            yield Case(MODELS[model], mesh, mode, schedule="zbv", microbatches=micro)
-    elif sizes.dp > 1:
-        yield Case(MODELS[model], mesh, MODES[-1], microbatches=2)
+        yield from (replace(made, schedule=schedule) for schedule in SCHEDULES if schedule != made.schedule)
+        yield from (replace(made, schedule="interleaved_1f1b", recompute=how) for how in again[1:])
 
 
 def rows(model: str, case: Case, ranks: Sequence[Found]) -> Iterator[Row]:
@@ -107,9 +103,8 @@ def rows(model: str, case: Case, ranks: Sequence[Found]) -> Iterator[Row]:
             stated, measured = getattr(one.stated, what), getattr(one.measured, what)
             places[one.place] = stated, max(measured, places.get(one.place, (0, 0))[1])
         stated, measured = max(places.values())
-        if not stated or (what == "allocated" and not measured):
-            if not any(found for _, found in places.values()):
-                continue
+        if not any(found for _, found in places.values()) and (not stated or what == "allocated"):
+            continue
         good = None if what == "allocated" else all(_agree(what, *pair) for pair in places.values())
         yield Row(model, case, what, stated, measured, good)
 
@@ -154,13 +149,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--models", default=",".join(MODELS), help=f"default: {','.join(MODELS)}")
     made.add_argument("--meshes", default=" ".join(MESHES), help=f"separated by spaces (default: {' '.join(MESHES)})")
+    made.add_argument("--modes", default=",".join(MODES), help=f"of data parallelism (default: {','.join(MODES)})")
+    made.add_argument("--recompute", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
     made.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     made.add_argument("--all", action="store_true", help="show every row, also those that agree")
     made.add_argument("--json", type=Path, metavar="FILE", help="write all rows there")
     args = made.parse_args(argv)
     found: list[Row] = []
     for mesh in args.meshes.split():
-        wanted = [(model, case) for model in args.models.split(",") for case in cases(model, mesh)]
+        ways = args.modes.split(","), args.recompute.split(",")
+        wanted = [(model, case) for model in args.models.split(",") for case in cases(model, mesh, *ways)]
         ranks = tpcompile.launch(workers.jobs, mesh, tuple(case for _, case in wanted), device=args.device)
         for place, (model, case) in enumerate(wanted):
             found += rows(model, case, [rank[place] for rank in ranks])

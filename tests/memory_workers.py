@@ -1,4 +1,4 @@
-"""What a rank of real processes holds, beside what `explain()` says: storages that are there, each once, and what autograd keeps in a step."""
+"""What a rank of real processes holds, beside what `explain()` says: the storages that are there, and what autograd keeps in a step."""
 
 from __future__ import annotations
 

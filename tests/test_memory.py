@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,6 +33,13 @@ def test_a_pipeline_holds_whole_gradients_until_its_end(mode: str) -> None:
     assert (found.gathered, found.unreduced) == (116 if mode in ("zero2", "zero3") else 0, 104)
     assert memory(ALL, mode, 2, microbatches=2).unreduced == (104 if mode in ("zero2", "zero3") else 0)
     assert memory(ALL, mode, 1) == Memory(116, 104, 208, 0, 0)
+
+
+def test_what_two_stages_of_a_rank_use() -> None:
+    """Both hold the parameter and, until their end, a gradient; then it is added to the first one's, which alone is stepped."""
+    both = (ROOT, replace(ROOT, twin=True))
+    assert memory(both, "ddp", 2, pipeline=True) == Memory(120, 60, 120, 0, 120)
+    assert memory(both, "zero3", 2, pipeline=True) == Memory(72, 36, 72, 120, 120)
 
 
 def test_the_textbook() -> None:

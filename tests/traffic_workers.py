@@ -9,6 +9,7 @@ from typing import Any
 import parity_models
 import torch
 import torch.distributed as dist
+from sockets import sent
 
 import tpcompile
 from tpcompile.collectives import RING
@@ -72,6 +73,7 @@ class Traffic:
     ran: list[Call]
     updated: list[Call]  # by the optimizer's step after it
     stated: Totals  # by `explain()`, of the first tensor rank at this place along the pipeline
+    wire: int = 0  # bytes that the process has sent in the step over TCP
 
 
 def step(case: Case) -> Traffic:
@@ -83,12 +85,14 @@ def step(case: Case) -> Traffic:
         compiled.train_step(**batch)
     calls, rank = recorded.calls(), dist.get_rank()
     calls.clear()
+    dist.barrier()
+    before = sent()
     compiled.train_step(**batch)
-    ran = list(calls)
+    wire, ran = sent() - before, calls[1:]
     calls.clear()
     optimizer.step()
     made = compiled.compilation
-    return Traffic(made.mesh, rank, expected(made, rank), ran, list(calls), stated(made, rank))
+    return Traffic(made.mesh, rank, expected(made, rank), ran, list(calls), stated(made, rank), wire)
 
 
 def stated(compilation: Compilation, rank: int) -> Totals:

@@ -42,11 +42,13 @@ LAUNCHES: dict[str, tuple[Case, ...]] = {
     "dp=2": (
         Case("llama", "dp=2"),
         Case("bert", "dp=2", microbatches=2),
+        Case("llama", "dp=2", data_parallel="zero1"),
         Case("llama", "dp=2", data_parallel="zero2"),
         Case("gpt2", "dp=2", data_parallel="zero3", microbatches=2),
         Case("tempered", "dp=2", data_parallel="zero2", microbatches=2),
     ),
     "dp=2,pp=2": (
+        Case("gpt2", "dp=2,pp=2", "zbv", 4, data_parallel="zero1"),
         Case("gpt2", "dp=2,pp=2", data_parallel="zero3", microbatches=4),
         Case("gpt2", "dp=2,pp=2", "interleaved_1f1b", 4, data_parallel="zero3"),
         Case("gpt2", "dp=2,pp=2", "looped_bfs", 4, data_parallel="zero2"),
@@ -76,6 +78,15 @@ def test_a_step_makes_the_calls_of_its_timeline(mesh: str, job: int) -> None:
         assert traffic.ran and order(traffic.ran) == order(traffic.expected), f"rank {traffic.rank}"
         if "dp" not in mesh or "pp" in mesh:  # without a pipeline, the gradients' reduction overlaps backward
             assert traffic.ran == traffic.expected, f"rank {traffic.rank}"
+
+
+@pytest.mark.parametrize(("mesh", "job"), CASES)
+def test_explain_says_as_much(mesh: str, job: int) -> None:
+    """Its table has the first tensor rank's sizes. A call of an optimizer's step is in it too."""
+    for traffic in results(mesh)[job]:
+        if traffic.mesh.coordinates(traffic.rank)["tp"] == 0:
+            said, ran = ({key: (one.count, one.bytes) for key, one in found.items()} for found in (traffic.stated, workers.totals(traffic)))
+            assert said == ran, f"rank {traffic.rank}"
 
 
 def order(calls: list[workers.Call]) -> dict[tuple[int, ...], list[workers.Call]]:

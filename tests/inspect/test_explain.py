@@ -147,3 +147,11 @@ def test_a_backend_that_is_not_used_is_said_to_be() -> None:
     found = explain(llama(2, "tp=2", 1, backend="aot_eager", recompute="selective"))
     assert "runs eagerly, and not through aot_eager: the core of attention" in found
     assert "runs through torch.compile's aot_eager, a graph for each stage" in explain(llama(2, "tp=2", 1, backend="aot_eager"))
+
+
+def test_a_weight_of_two_stages_of_a_rank_is_there_once() -> None:
+    """The tied table and head of a V's first and last stage; replicas reduce their gradients apart, and hold two of them."""
+    alone, several = (Load(compiled("gpt2", mesh, schedule="zbv", stages_per_rank=2)).places[0] for mesh in ("pp=2", "dp=2,pp=2"))
+    table = 40 * 32 * 8
+    assert alone.stages == several.stages == (0, 3)
+    assert alone.state.parameters == alone.state.gradients == several.state.gradients == several.state.parameters - table

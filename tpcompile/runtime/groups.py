@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpcompile.errors import InputError, caller
 from tpcompile.mesh import Mesh
+from tpcompile.runtime.recorded import BACKEND
 
 
 @dataclass(frozen=True)
@@ -99,5 +100,6 @@ def _own_device(devices: DeviceMesh | None) -> torch.device:
     if devices is not None:
         kind = devices.device_type
     else:
-        kind = "cuda" if dist.is_initialized() and torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
+        takes = dist.get_backend_config() if dist.is_initialized() and torch.cuda.is_available() else ""
+        kind = "cuda" if "nccl" in takes or f"cuda:{BACKEND}" in takes else "cpu"
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

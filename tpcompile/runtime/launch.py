@@ -56,8 +56,8 @@ def launch(
     """Run `fn(*args)` in one local process per rank of the mesh, and return what each rank returned.
 
     `fn` is a function at the top of a module that the processes can import; its results must be picklable. The default process group
-    is there when it runs: gloo on "cpu", NCCL on "cuda" with one GPU per process; with `backend="recorded"`, on "cpu", one that notes
-    every call (`tpcompile.runtime.recorded`). What rank 0 prints is seen, with `logs="all"` what all print. Raises InputError, before any
+    is there when it runs: gloo on "cpu", NCCL on "cuda" with one GPU per process; with `backend="recorded"` one that notes every
+    call (`tpcompile.runtime.recorded`). What rank 0 prints is seen, with `logs="all"` what all print. Raises InputError, before any
     process starts, when they cannot be given `fn`, and ProcessError when one fails, or waits for another for more than `timeout` seconds;
     all are ended then.
     """
@@ -138,7 +138,11 @@ def _worker(call: bytes, device: str, backend: str, logs: str, seconds: float) -
     local, timeout = int(os.environ["LOCAL_RANK"]), timedelta(seconds=seconds)
     if device == "cuda":
         torch.cuda.set_device(local)
-        dist.init_process_group(backend or "cpu:gloo,cuda:nccl", timeout=timeout, device_id=torch.device("cuda", local))
+        if backend == recorded.BACKEND:
+            recorded.register(device)
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend or "cpu:gloo,cuda:nccl", timeout=timeout, device_id=torch.device("cuda", local))
     else:
         os.environ["OMP_NUM_THREADS"] = "1"  # torch is loaded already; other libraries may not be
         torch.set_num_threads(1)

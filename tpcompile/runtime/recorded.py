@@ -1,7 +1,7 @@
 """A process group that notes what it is asked for, whoever asks: operators, autograd, torch's data-parallel and pipeline engines.
 
 It is a backend for torch.distributed, `tpcompile.launch(fn, mesh, backend="recorded")` or, after `register()`,
-`torch.distributed.init_process_group("recorded")`, and hands everything on to gloo.
+`torch.distributed.init_process_group("recorded")`, and hands everything on to gloo; with `device="cuda"`, what is on GPUs to NCCL.
 """
 
 from __future__ import annotations
@@ -64,17 +64,19 @@ CALLS: Mapping[str, tuple[str, int | None]] = {
 
 
 class Recorded(dist.ProcessGroup):
-    """A gloo group that notes every call in a list, which all groups of this process share."""
+    """A group of gloo, and NCCL for tensors on GPUs, that notes every call in a list, which all groups of this process share."""
 
     calls: list[Call]
 
-    def __init__(self, store: Any, ranks: tuple[int, ...], rank: int, timeout: Any, calls: list[Call]) -> None:
+    def __init__(self, store: Any, ranks: tuple[int, ...], rank: int, timeout: Any, calls: list[Call], device: str) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self.ranks, self.calls, self._name = ranks, calls, ""
         gloo, cpu = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
         self._group = dist.ProcessGroup(store, rank, len(ranks))
         self._group._register_backend(cpu, gloo, dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timeout))
         self._group._set_default_backend(gloo)
+        if device == "cuda":
+            self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, _nccl(store, ranks, rank, timeout))
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -108,15 +110,41 @@ for _method in CALLS:
         setattr(Recorded, _method, _noted(_method))
 
 
-def register() -> None:
-    """Make the backend known to torch.distributed, for tensors on the CPU."""
+def _nccl(store: Any, ranks: tuple[int, ...], rank: int, timeout: Any) -> Any:
+    kind: Any = vars(dist)["ProcessGroupNCCL"]  # torch has it where it is built for GPUs
+    options = kind.Options()
+    options._timeout = timeout
+    return kind(dist.PrefixStore("cuda/", store), rank, len(ranks), options)
+
+
+def register(device: str = "cpu") -> None:
+    """Make the backend known to torch.distributed, for tensors on the CPU, and with "cuda" for those on GPUs too."""
     calls: list[Call] = []
 
     def create(options: Any, _: Any) -> Recorded:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        return Recorded(options.store, ranks, options.group_rank, options.timeout, calls)
+        return Recorded(options.store, ranks, options.group_rank, options.timeout, calls, device)
 
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", device] if device != "cpu" else ["cpu"])
+    if device == "cuda":
+        dist.batch_isend_irecv = _together(dist.batch_isend_irecv)
+
+
+def _together(one_by_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Sends and receives that NCCL begins at once, as for its own groups: one by one, two ranks that both send first would wait."""
+
+    def batch(ops: Any) -> Any:
+        group, device = ops[0].group or dist.group.WORLD, ops[0].tensor.device
+        if not isinstance(group, Recorded) or device.type != "cuda":
+            return one_by_one(ops)
+        group._group._start_coalescing(device)
+        for op in ops:
+            method, arguments = "send" if op.op is dist.isend else "recv", ([op.tensor], op.group_peer, op.tag)
+            group.note(method, arguments)
+            getattr(group._group, method)(*arguments)
+        return [group._group._end_coalescing(device)]
+
+    return batch
 
 
 def calls() -> list[Call]:
