@@ -83,9 +83,9 @@ def of(case: Case) -> Found:
         torch.cuda.reset_peak_memory_stats()
     with watched(root_of(compiled)) as most:
         compiled.train_step(**batch)
-    parameters = list(compiled.parameters())
+    parameters, every = list(compiled.parameters()), list(root_of(compiled).parameters())  # of all stages, also those that share one
     state = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, Tensor) and value.ndim]
-    held = (total(some) for some in (parameters, [p.grad for p in parameters], state))
+    held = (total(some) for some in ([*parameters, *every], [p.grad for p in parameters], state))
     measured = Bytes(*held, most["kept"], most["gathered"], most["unreduced"], torch.cuda.max_memory_allocated() if gpu else 0)
     place = Load(compiled.compilation).places[compiled.mesh.coordinates(dist.get_rank())["pp"]]
     one = place.state

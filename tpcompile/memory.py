@@ -3,15 +3,16 @@
 With Ψ the elements of the rank's parameters, w their bytes each, k the optimizer's numbers for each (2 for Adam) and n replicas:
 
             parameters     gradients      optimizer      gathered besides, in a step       whole gradients besides, in a step
-    ddp     w Ψ            w Ψ            k w Ψ          –                                 – ; pp > 1: w Ψ
-    zero1   w Ψ            w Ψ            k w Ψ / n      –                                 – ; pp > 1: w Ψ
+    ddp     w Ψ            w Ψ            k w Ψ          – ; pp > 1: w Ψ                   – ; pp > 1: w Ψ
+    zero1   w Ψ            w Ψ            k w Ψ / n      – ; pp > 1: w Ψ                   – ; pp > 1: w Ψ
     zero2   w Ψ / n        w Ψ / n        k w Ψ / n      w Ψ                               those of two units; m > 1: w Ψ
     zero3   w Ψ / n        w Ψ / n        k w Ψ / n      root and two units; pp > 1: w Ψ   those of two units; m > 1: w Ψ
 
 The first three are held between steps (gradients until they are set to None). A share of 1 / n is exact only where n divides the rows of
 every parameter: a replica holds ⌈rows / n⌉ rows of each, the last ones fewer, and all of what has no rows. A unit is a layer; its gradients
 wait whole until they are reduced, while the next are computed. With m > 1 micro-batches they are reduced once, with the last: until then
-all of them are whole; and a pipeline's schedule keeps parameters gathered from their first backward on.
+all of them are whole; and a pipeline's schedule keeps parameters gathered from their first backward on. torch's `replicate`, which reduces
+a pipeline's gradients where nothing is cut, works on a copy of the parameters and gives back other gradients than it has added up.
 
 Source: S. Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models" (2020), section 5, whose 2Ψ + 2Ψ + KΨ
 are these with w = 2; there zero2 keeps whole parameters between steps too, where torch's fully_shard does not.
@@ -31,7 +32,8 @@ import torch
 class Held:
     """A parameter as a tensor rank of a stage holds it. `unit` is the layer that it belongs to, "" for the root.
 
-    A `twin` is held by an earlier stage of the same rank too: its gradient is added to that one's at the end of a step.
+    A `twin` is held by an earlier stage of the same rank too, whose gradient is theirs together, and is stepped. Its own lies in one tensor
+    with others', and stays.
     """
 
     shape: tuple[int, ...]
@@ -88,7 +90,8 @@ def memory(
     def total(some: Iterable[Held], shared: bool) -> int:
         return sum(p.share(replicas, replica) if shared else p.bytes for p in some)
 
-    trained = [p for p in parameters if p.trained and not p.twin]
+    trained = [p for p in parameters if p.trained]
+    stepped = [p for p in trained if not p.twin]
     units = defaultdict[str, int](int)
     gradients = defaultdict[str, int](int)
     for p in parameters:
@@ -100,10 +103,9 @@ def memory(
         gathered = units[""] + _two(units) if again else sum(units.values())
         unreduced = sum(gradients.values()) if pipeline or microbatches > 1 else sum(sorted(gradients.values())[-2:])
     elif pipeline and replicas > 1:
-        unreduced = sum(gradients.values())
-    return Memory(
-        total(parameters, cut), total(trained, cut), moments * total(trained, replicas > 1 and mode != "ddp"), gathered, unreduced
-    )
+        gathered, unreduced = sum(units.values()), sum(gradients.values())
+    state = moments * total(stepped, replicas > 1 and mode != "ddp")
+    return Memory(total(parameters, cut), total(trained, cut), state, gathered, unreduced)
 
 
 def _two(units: dict[str, int]) -> int:
