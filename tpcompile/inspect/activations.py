@@ -44,10 +44,6 @@ class Kept:
     flops: int = 0  # of forward: 2 per multiply-add
     unknown: str = ""  # why it cannot be counted; then all numbers are 0
 
-    def __add__(self, other: Kept) -> Kept:
-        sums = (getattr(self, name) + getattr(other, name) for name in ("bytes", "most", "half", "flops"))
-        return Kept(*sums, self.unknown or other.unknown)
-
 
 def of_stage(compilation: Compilation, stage: Stage, coordinate: int = 0) -> Kept:
     """What a tensor rank of a stage keeps of a micro-batch of the example's sizes."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 from torch.utils import _pytree as pytree
 
 from tpcompile.errors import TpcompileError
@@ -114,7 +115,7 @@ def _nccl(store: Any, ranks: tuple[int, ...], rank: int, timeout: Any) -> Any:
     kind: Any = vars(dist)["ProcessGroupNCCL"]  # torch has it where it is built for GPUs
     options = kind.Options()
     options._timeout = timeout
-    return kind(dist.PrefixStore("cuda/", store), rank, len(ranks), options)
+    return kind(PrefixStore("cuda/", store), rank, len(ranks), options)
 
 
 def register(device: str = "cpu") -> None:
@@ -127,7 +128,7 @@ def register(device: str = "cpu") -> None:
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", device] if device != "cpu" else ["cpu"])
     if device == "cuda":
-        dist.batch_isend_irecv = _together(dist.batch_isend_irecv)
+        setattr(dist, dist.batch_isend_irecv.__name__, _together(dist.batch_isend_irecv))
 
 
 def _together(one_by_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
