@@ -77,7 +77,6 @@ class Builder:
         outputs: Any = fx.node.map_arg(self.work.output_node().args[0], self.new.__getitem__)
         self.graph.output(outputs)
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-        self.graph.lint()
         alive = {node.name for node in self.graph.nodes}
         found, inputs = self.exported.found, self._of("input")
         return Program(

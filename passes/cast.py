@@ -43,7 +43,6 @@ def cast(local: Local, held: Mapping[str, torch.dtype]) -> Local:
                 layouts[made.name], types[made.name] = layouts[value.name], kind
                 if (line := origins.get(user.name, user.name)) in sources:
                     sources[made.name] = sources[line]
-    graph.lint()
     program = replace(local.program, types=types, sources=sources)
     return replace(local, program=program, graph=graph, layouts=layouts, origins=origins)
 

@@ -42,7 +42,6 @@ def optimize(local: Local, *, gather_again: bool = False) -> Local:
     sum_later(local, graph)
     if gather_again:
         regather(graph, layouts)
-    graph.lint()
     return replace(local, graph=graph, layouts=layouts, origins=origins)
 
 

@@ -32,7 +32,6 @@ def rewrite(sharded: Sharded) -> Local:
     writer = _Writer(sharded)
     for node in sharded.program.graph.nodes:
         writer.write(node)
-    writer.graph.lint()
     return Local(sharded.program, sharded.plan, sharded.axis, sharded.parts, writer.graph, writer.layouts, writer.origins)
 
 

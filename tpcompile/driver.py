@@ -157,13 +157,19 @@ def lower(
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """A compile makes many objects, and drops few: looking for cycles among them takes a sixth of its time."""
+    """A compile makes many objects, and drops few: looking for cycles among them takes a sixth of its time.
+
+    When it is done they count as old, lest the next allocation looks through all: freezing puts them aside, unfreezing with the old.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
+            if not gc.get_freeze_count():  # what somebody has frozen stays so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -302,7 +302,6 @@ class Draft:
     def freeze(self, **changes: Any) -> Program:
         """The finished program; dead pure nodes go."""
         self.graph.eliminate_dead_code(is_impure_node=_is_impure)
-        self.graph.lint()
         alive = {node.name for node in self.graph.nodes}
         changes.setdefault("loss", self._now(self.program.loss))
         changes.setdefault("outputs", tuple(map(self._now, self.program.outputs)))

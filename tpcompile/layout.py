@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import sympy
 import torch
@@ -120,9 +121,9 @@ class Layout:
     partial: tuple[str, ...] = ()
     highest: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def is_cut(self) -> bool:
-        return any(cut_factors(dim) for dim in self.dims)
+        return any(is_cut(dim) for dim in self.dims)
 
     @property
     def is_whole(self) -> bool:
@@ -198,6 +199,15 @@ def product(sizes: Iterable[Size]) -> Size:
 def size_of(dim: Dim) -> Size:
     """The global size of a dimension."""
     return sum(product(factor.size for factor in segment) for segment in dim)
+
+
+def is_cut(dim: Dim) -> bool:
+    """Whether any part of a dimension is cut."""
+    for segment in dim:
+        for factor in segment:
+            if factor.cut is not None:
+                return True
+    return False
 
 
 def cut_factors(dim: Dim) -> list[Factor]:

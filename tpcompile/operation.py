@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,29 +60,44 @@ def aten_names(words: str) -> frozenset[str]:
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """The value of the schema's argument `name` in a call, or its default."""
     assert isinstance(node.target, torch._ops.OpOverload), node
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, declared.default_value if declared.has_default_value() else default)
-    return default
+    position, usual = _declared(node.target).get(name, (None, None))
+    if position is None:
+        return default
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, default if usual is NONE else usual)
+
+
+NONE = object()
+"""Stands for the default of an argument that has none."""
+
+
+@lru_cache(maxsize=4096)
+def _declared(target: Any) -> Mapping[str, tuple[int, Any]]:
+    """Position and default of an operator's arguments, by name: asking the schema makes new objects each time."""
+    arguments = enumerate(target._schema.arguments)
+    return {one.name: (place, one.default_value if one.has_default_value() else NONE) for place, one in arguments}
 
 
 def view_op(node: fx.Node, types: Mapping[str, Any]) -> Op:
     """The operation of a call node."""
-    operands = tuple(operand for operand in _leaves((node.args, node.kwargs)) if _is_tensor(types.get(operand.name)))
+    operands = tuple([operand for operand in _leaves(node) if _is_tensor(types.get(operand.name))])
     out = types[node.name]
     return Op(op_name(node), node, operands, tuple(types[o.name] for o in operands), (out,) if isinstance(out, TensorType) else tuple(out))
 
 
-def _leaves(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
+def _leaves(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a call reads, in the order of its arguments, each as often as it stands there."""
+    found, todo = list[fx.Node](), [*reversed(node.kwargs.values()), *reversed(node.args)]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            todo.extend(reversed(value))
+        elif isinstance(value, dict):
+            todo.extend(reversed(value.values()))
+    return found
 
 
 def _is_tensor(kind: object) -> bool:

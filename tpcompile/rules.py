@@ -28,7 +28,23 @@ from torch import fx
 
 from tpcompile.factors import LayoutError, divides, in_steps, join, quotient, reshape
 from tpcompile.functions import kept
-from tpcompile.layout import Cut, Dim, Even, Factor, Layout, Open, Size, TensorType, canonical, cut_factors, same, size_of, whole, whole_dim
+from tpcompile.layout import (
+    Cut,
+    Dim,
+    Even,
+    Factor,
+    Layout,
+    Open,
+    Size,
+    TensorType,
+    canonical,
+    cut_factors,
+    is_cut,
+    same,
+    size_of,
+    whole,
+    whole_dim,
+)
 from tpcompile.linear import is_linear
 from tpcompile.operation import Op as Op
 from tpcompile.operation import argument as argument
@@ -444,7 +460,7 @@ def _needed(op: Op, outs: Sequence[Layout | None], end: bool) -> list[Layout]:
     dims: dict[str, Dim] = {}
     for tokens, layout in zip(bound.outs, outs, strict=True):
         for token, dim in zip(tokens, layout.dims, strict=True) if layout else ():
-            if cut_factors(dim):
+            if is_cut(dim):
                 _allow(op, bound, token.letter)
                 if end and op.name in ALONG:
                     _apart(dim)
@@ -494,7 +510,7 @@ def _apart(dim: Dim) -> None:
 
 def _operand_dim(token: Token, size: Size, dims: Mapping[str, Dim], bound: Bound) -> Dim:
     dim = dims.get(token.letter)
-    if dim is None or not cut_factors(dim):
+    if dim is None or not is_cut(dim):
         return whole_dim(size)
     if size == bound.sizes[token.letter]:
         return dim
@@ -551,13 +567,13 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, e
         for token, dim, size in zip(tokens, layout.dims, kind.shape, strict=True):
             if token.letter == "_":
                 continue
-            if cut_factors(dim):
+            if is_cut(dim):
                 _allow(op, bound, token.letter)
             if size == bound.sizes[token.letter]:
                 dims[token.letter] = join(dims[token.letter], dim) if token.letter in dims else dim
             elif size != 1 and not token.shared:
                 unlike.append((token.letter, dim))
-    if any(cut_factors(dim) or cut_factors(dims.get(letter, ())) for letter, dim in unlike):
+    if any(is_cut(dim) or is_cut(dims.get(letter, ())) for letter, dim in unlike):
         raise LayoutError("operands of unlike sizes")
     for tokens, layout in zip(bound.outs, declared, strict=False):
         for token, dim in zip(tokens, layout.dims, strict=True):
@@ -587,7 +603,7 @@ def _out_dim(dim: Dim | None, size: Size) -> Dim:
 def _check_shared(bound: Bound, op: Op, ins: Sequence[Layout], dims: Mapping[str, Dim]) -> None:
     for tokens, layout, kind in zip(bound.ins, ins, op.ins, strict=True):
         for token, dim, size in zip(tokens, layout.dims, kind.shape, strict=True):
-            if token.shared and size != bound.sizes[token.letter] and token.letter in dims and cut_factors(dims[token.letter]):
+            if token.shared and size != bound.sizes[token.letter] and token.letter in dims and is_cut(dims[token.letter]):
                 join(shared_dim(dims[token.letter], size), dim)
 
 

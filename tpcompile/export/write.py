@@ -158,7 +158,8 @@ def write_counts(program: Program, model: nn.Module, directory: Path) -> None:
 def manifest(compilation: Compilation, model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a program needs beside its sources and weights, as JSON."""
     options, program = compilation.options, compilation.program
-    chosen = ("microbatches", "schedule", "stages_per_rank", "data_parallel", "split_batches", "recompute", "precision", "dropout", "backend")
+    batches = ("microbatches", "schedule", "stages_per_rank", "split_batches")
+    chosen = (*batches, "data_parallel", "recompute", "precision", "dropout", "backend")
     return {
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "mesh": str(compilation.mesh),
