@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import tpcompile
+from tpcompile.export.aoti import load_aoti, own_groups, registered
+from tpcompile.export.check import run_stages, whole_inputs
+from tpcompile.export.read import Saved
 
 
 def trained(compiled: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
@@ -45,3 +48,21 @@ def both(model: nn.Module, mesh: str, batches: list[dict[str, Tensor]], director
     assert memory["parameters"].keys() == disk["parameters"].keys()
     equal = all(torch.equal(a, disk["parameters"][name]) for name, a in memory["parameters"].items())
     return equal and torch.equal(torch.stack(memory["losses"]), torch.stack(disk["losses"])) and torch.equal(memory["loss"], disk["loss"])
+
+
+def packaged(directory: str, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The outputs of AOTInductor's packages, for each batch."""
+    saved, rank = Saved.open(directory), torch.distributed.get_rank()
+    with registered(own_groups(saved, rank)):
+        return [run_stages(saved, rank, "aoti", {}, whole_inputs(saved, batch)) for batch in batches]
+
+
+def packaged_often(directory: str, x: Tensor, times: int) -> Tensor:
+    """The last output of a package that runs so many times, each output dropped before the next."""
+    saved, rank = Saved.open(directory), torch.distributed.get_rank()
+    with registered(own_groups(saved, rank)):
+        package = load_aoti(saved, f"rank_{rank:03d}.aoti.pt2")
+        torch.distributed.barrier()
+        for _ in range(times):
+            (made,) = package(x=x)
+    return made

@@ -3,6 +3,7 @@
 sources   under processes, one for each rank, as they train
 onnx      all ranks of a stage in lockstep, stage after stage, by ONNX's reference evaluator
 pt2       in the same processes as the sources, stage after stage
+aoti      likewise, over groups of their own
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from tpcompile.export.batches import made_batch, nested
 from tpcompile.export.load import load
 from tpcompile.export.outline import program_of, stages_of
 from tpcompile.export.read import Saved
+from tpcompile.export.write import FORMATS
 from tpcompile.ir import Program, Stage
 from tpcompile.mesh import Mesh
+from tpcompile.runtime.groups import connect
 from tpcompile.runtime.outputs import row_dim
 
 TOLERANCE = 1e-5
@@ -32,17 +35,21 @@ TOLERANCE = 1e-5
 def check_formats(directory: Path) -> dict[str, float]:
     """The largest difference of every format that the program has. Starts local processes.
 
-    Raises InputError for a program without other formats.
+    Raises InputError for a program without other formats, and for one that draws random numbers.
     """
     from tpcompile.runtime.launch import launch
 
-    saved = Saved.open(directory, "tpcompile check")
-    formats = [name for name in ("onnx", "pt2") if any(name in rank for rank in saved.content["ranks"])]
+    saved, at = Saved.open(directory, "tpcompile check"), f"tpcompile check {directory}"
+    formats = [name for name in FORMATS if any(name in rank for rank in saved.content["ranks"])]
     if not formats:
-        fix = 'emit it with formats=["onnx", "pt2"]'
-        raise InputError("the program has its sources alone", at=f"tpcompile check {directory}", source=caller(), fix=fix)
-    ran = launch(_in_processes, saved.mesh, str(directory), "pt2" in formats)
-    found = {"pt2": max(difference(values, reference) for reference, values in ran)} if "pt2" in formats else {}
+        fix = f"emit it with formats={list(FORMATS)}"
+        raise InputError("the program has its sources alone", at=at, source=caller(), fix=fix)
+    if saved.content["program"]["random"]:
+        what = "the program draws random numbers: its formats are given the key of a step, which is not compared"
+        raise InputError(what, at=at, source=caller(), fix="compile the model in eval mode")
+    in_processes = [name for name in formats if name != "onnx"]
+    ran = launch(_in_processes, saved.mesh, str(directory), in_processes)
+    found = {name: max(difference(values[name], reference) for reference, values in ran) for name in in_processes}
     if "onnx" in formats:
         found["onnx"] = max(difference(values, ran[0][0]) for values in run_onnx(saved, whole_inputs(saved)))
     return found
@@ -103,14 +110,20 @@ def _returned(program: Program, held: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {name: held[name] for name in program.returned()}
 
 
-def _in_processes(directory: str, with_pt2: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """On one rank: what the sources return for the whole batch, by the program's names, and what the .pt2 files do."""
+def _in_processes(directory: str, formats: list[str]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """On one rank: what the sources return for the whole batch, by the program's names, and what the files of each format do."""
+    from tpcompile.export.aoti import own_groups, registered
+
     loaded = load(directory)
     saved, program = loaded._saved, program_of(loaded._saved)
     with torch.no_grad():
         leaves = pytree.tree_leaves(loaded(**nested(made_batch(saved))))
     named = {name: leaf for name, leaf in zip(program.outputs, leaves, strict=True) if name is not None}
-    return _all_rows(saved, program, named), _run_pt2(saved, program, directory) if with_pt2 else {}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    names = connect(saved.mesh, None, "tpcompile check").names
+    with registered(own_groups(saved, rank) if "aoti" in formats else {}):
+        found = {name: run_stages(saved, rank, name, names, whole_inputs(saved)) for name in formats}
+    return _all_rows(saved, program, named), found
 
 
 def _all_rows(saved: Saved, program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -125,22 +138,24 @@ def _all_rows(saved: Saved, program: Program, values: Mapping[str, Tensor]) -> d
     return {name: first[0][name] if dim is None else torch.cat([held[name] for held in first], dim) for name, dim in dims.items()}
 
 
-def _run_pt2(saved: Saved, program: Program, directory: str) -> dict[str, Tensor]:
-    """Stage after stage: the ranks that hold one run it, and all others are given what it made on their tensor coordinate."""
-    from tpcompile.export.pt2 import load_pt2
-    from tpcompile.runtime.groups import connect
+def run_stages(saved: Saved, rank: int, name: str, groups: Mapping[str, str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The program's outputs by its files of a format, .pt2 or AOTInductor's. Collective.
 
-    mesh, rank = saved.mesh, dist.get_rank() if dist.is_initialized() else 0
-    groups, entry = connect(mesh, None, "tpcompile check"), saved.content["ranks"][rank]
-    held = whole_inputs(saved)
+    Stage after stage: the ranks that hold one run it, and all others are given what it made on their tensor coordinate.
+    """
+    from tpcompile.export.aoti import load_aoti
+    from tpcompile.export.pt2 import load_pt2
+
+    mesh, entry = saved.mesh, saved.content["ranks"][rank]
+    held = dict(given)
     for stage in stages_of(saved):
         made: dict[str, Tensor] = {}
         if stage.index in entry["stages"]:
-            file = entry["pt2"][entry["stages"].index(stage.index)]
-            module = load_pt2(Path(directory) / file, groups.names)
+            file = entry[name][entry["stages"].index(stage.index)]
+            module = load_aoti(saved, file) if name == "aoti" else load_pt2(saved.directory / file, groups)
             with torch.no_grad():
-                values = module(**{name: held[name] for name in _taken(stage)})
-            names = [boundary.name for boundary in stage.sends] or list(program.returned())
+                values = module(**{taken: held[taken] for taken in _taken(stage)})
+            names = [boundary.name for boundary in stage.sends] or list(program_of(saved).returned())
             made = dict(zip(names, values, strict=False))
         everyone: list[Any] = [made]
         if dist.is_initialized():
@@ -149,4 +164,4 @@ def _run_pt2(saved: Saved, program: Program, directory: str) -> dict[str, Tensor
         for other, theirs in enumerate(everyone):
             if theirs and mesh.coordinates(other)["tp"] == mesh.coordinates(rank)["tp"]:
                 held.update(theirs)
-    return _returned(program, held)
+    return _returned(program_of(saved), held)

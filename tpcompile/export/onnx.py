@@ -1,12 +1,11 @@
 """A rank's forward as ONNX: collectives are `AllReduce` and `AllGather` of the domain com.microsoft.
 
-Our operators become ATen operations and these two, for any length of the sequence: a reduce-scatter is an all-reduce and a slice, a
-maximum over ranks an all-gather and a maximum. That moves more bytes than training does, and computes the same numbers.
+Our operators become ATen operations and these two (`tpcompile.export.spelled`); a maximum over ranks is an all-gather and a maximum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from tpcompile.collectives import held_by, holders, length, ops, place, take
-from tpcompile.errors import InputError, Refused, caller
+from tpcompile.collectives import place
+from tpcompile.errors import InputError, caller
+from tpcompile.export.spelled import Calls, decompositions
 from tpcompile.export.traced import trace
 from tpcompile.ir import Program, Stage
 
@@ -25,7 +25,7 @@ DOMAIN, VERSION = "com.microsoft", 1
 def write_onnx(module: nn.Module, program: Program, stage: Stage, sizes: Mapping[sympy.Symbol, int], coordinate: int, file: Path) -> None:
     """Write a stage's forward of one tensor rank. Sizes that the capture left open are open in the file.
 
-    Raises Refused for a program that draws random numbers, and InputError where the packages onnx and onnxscript are missing.
+    Raises InputError where the packages onnx and onnxscript are missing.
     """
     try:
         import onnx
@@ -33,9 +33,6 @@ def write_onnx(module: nn.Module, program: Program, stage: Stage, sizes: Mapping
     except ImportError as error:
         what = f"writing ONNX needs the package {error.name}"
         raise InputError(what, at='compiled.emit(formats=["onnx"])', source=caller(), fix='pip install "tpcompile[onnx]"') from error
-    if program.random:
-        what = "the program draws random numbers, which ONNX does not repeat"
-        raise Refused(what, at='compiled.emit(formats=["onnx"])', source=caller(), fix="compile the model in eval mode")
     exported = trace(module, program, stage, sizes, coordinate).run_decompositions(_decompositions())
     outputs = [boundary.name for boundary in stage.sends] or list(program.returned())
     made = torch.onnx.export(exported, (), dynamo=True, optimize=False, verbose=False, output_names=outputs)
@@ -49,74 +46,25 @@ def _is_large(module: nn.Module) -> bool:
     return sum(p.nbytes for p in module.parameters()) > 1 << 30
 
 
-# ------------------------------------------------------------------------------------------ our operators, in torch's
+# ------------------------------------------------------------------------------------------ the calls, and what torch leaves out
 
 
 def _all_reduce(x: Tensor, axis: str) -> Tensor:
-    return x.clone() if place(axis)[1] == 1 else _call("AllReduce", x, {}, list(x.shape))
+    return _call("AllReduce", x, {}, list(x.shape))
 
 
 def _all_gather(rows: Tensor, axis: str) -> Tensor:
-    """All ranks' tensors one after another along the first dimension."""
     parts = place(axis)[1]
     return _call("AllGather", rows, {"group_size": parts}, [rows.shape[0] * parts, *rows.shape[1:]])
 
 
+def _largest(x: Tensor, axis: str) -> Tensor:
+    return _all_gather(x.unsqueeze(0), axis).amax(0)
+
+
 def _call(name: str, x: Tensor, attributes: dict[str, Any], shape: list[int]) -> Tensor:
     """An operator of ONNX that torch does not have."""
-    return torch.onnx.ops.symbolic(f"{DOMAIN}::{name}", [x.contiguous()], attributes, dtype=x.dtype, shape=shape, version=VERSION)
-
-
-def _gather(x: Tensor, axis: str, dim: int, bounds: Sequence[int]) -> Tensor:
-    """Pieces are filled up to the longest with zeros, and cut after."""
-    parts = place(axis)[1]
-    longest = max(length(held_by(bounds, c, parts)) for c in range(parts))
-    rows = x.movedim(dim, 0)
-    if rows.shape[0] < longest:
-        rows = torch.cat([rows, rows.new_zeros([longest - rows.shape[0], *rows.shape[1:]])])
-    gathered = _all_gather(rows, axis) if parts > 1 else rows
-    taken = [gathered.narrow(0, holder * longest + at, stop - start) for start, stop, holder, at in holders(bounds, parts)]
-    return torch.cat(taken).movedim(0, dim).contiguous()
-
-
-def _local_slice(x: Tensor, axis: str, dim: int, bounds: Sequence[int]) -> Tensor:
-    return take(x, dim, held_by(bounds, *place(axis)))
-
-
-def _largest(x: Tensor, axis: str) -> Tensor:
-    return x.clone() if place(axis)[1] == 1 else _all_gather(x.unsqueeze(0), axis).amax(0)
-
-
-def _gather_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
-    """Pieces are filled up to the longest with their last position, and cut after."""
-    parts = place(axis)[1]
-    if parts == 1:
-        return x.clone()
-    longest = (length + parts - 1) // parts
-    rows = x.movedim(dim, 0)
-    filled = rows.index_select(0, torch.arange(longest, device=x.device).clamp(max=rows.shape[0] - 1))
-    gathered = _all_gather(filled, axis)
-    pieces = [gathered.narrow(0, c * longest, _piece(length, c, parts)[1]) for c in range(parts)]
-    return torch.cat(pieces).movedim(0, dim).contiguous()
-
-
-def _scatter_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
-    return _own_positions(_all_reduce(x, axis), axis, dim, length)
-
-
-def _own_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
-    return x.narrow(dim, *_piece(length, *place(axis))).contiguous().clone()
-
-
-def _piece(length: int, coordinate: int, parts: int) -> tuple[int, int]:
-    """As `tpcompile.collectives.piece`, for a length that is open: without a choice between two sizes, which tracing would settle."""
-    lengths = [(length + parts - 1 - c) // parts for c in range(coordinate + 1)]
-    return sum(lengths[:-1]), lengths[-1]
-
-
-def _linears(x: Tensor, axis: str, dim: int, length: int, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    whole = _gather_positions(x, axis, dim, length)
-    return [torch.nn.functional.linear(whole, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+    return torch.onnx.ops.symbolic(f"{DOMAIN}::{name}", [x], attributes, dtype=x.dtype, shape=shape, version=VERSION)
 
 
 def _slice_scatter(x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
@@ -139,21 +87,8 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 def _decompositions() -> Any:
     table = torch.export.default_decompositions()
-    ours: dict[Any, Callable[..., Any]] = {
-        ops.enter.default: lambda x, *rest: x.clone(),
-        ops.shared.default: lambda x, *rest: x.clone(),
-        ops.reduce.default: _all_reduce,
-        ops.reduce_max.default: _largest,
-        ops.gather.default: _gather,
-        ops.local_slice.default: _local_slice,
-        ops.seq_gather.default: _gather_positions,
-        ops.seq_whole.default: _gather_positions,
-        ops.seq_scatter.default: _scatter_positions,
-        ops.seq_slice.default: _own_positions,
-        ops.seq_linear.default: _linears,
-        torch.ops.aten.slice_scatter.default: _slice_scatter,
-        torch.ops.aten.copy.default: _copy,
-    }
+    ours = decompositions(Calls(_all_reduce, _all_gather, _largest))
+    ours |= {torch.ops.aten.slice_scatter.default: _slice_scatter, torch.ops.aten.copy.default: _copy}
     for operator, work in ours.items():
         table[operator] = work
     return table

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from tpcompile.errors import InputError
 from tpcompile.export.files import MANIFEST, digest
+from tpcompile.export.manifest import element_type
 from tpcompile.export.numbers import decode
 from tpcompile.export.read import Saved
-from tpcompile.export.write import element_type
 from tpcompile.ir import Boundary, Count, Guards, Input, Program, Stage
 from tpcompile.layout import Layout, Size, TensorType, symbol
 
