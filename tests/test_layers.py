@@ -32,7 +32,7 @@ LAYERS = (
     ("passes",),
     ("driver",),
     ("simulate", "runtime", "export", "inspect"),
-    ("__init__", "cli", "demo", "models", "testing", "__main__"),
+    ("__init__", "api", "cli", "demo", "models", "testing", "__main__"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FILES = sorted([*(ROOT / "passes").rglob("*.py"), *(path for path in (ROOT / "tpcompile").rglob("*.py") if "passes" not in path.parts)])

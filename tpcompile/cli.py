@@ -45,12 +45,13 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--diff", action="store_true", help="what the pass changed")
     inspect.add_argument("--source", action="store_true", help="under the lines of the model")
     inspect.add_argument("--rules", action="store_true", help="print what every operation does to a cut; needs no model")
+    inspect.add_argument("--api", action="store_true", help="print the reference of everything public; needs no model")
     inspect.add_argument("--rank", type=int, help="print the numbers and the source of this rank (with --pass emit)")
     inspect.add_argument("--html", metavar="FILE", help="write a page of everything instead: one file, for any browser")
     emit = command.add("emit", _emit, "write the programs of all ranks to a folder")
     _model(emit)
     emit.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one that a program was written to")
-    emit.add_argument("--formats", default="", metavar="FORMAT,…", help="onnx, pt2 or both, beside the sources")
+    emit.add_argument("--formats", default="", metavar="FORMAT,…", help="onnx, pt2, aoti, beside the sources")
     run = command.add("run", _run, "train, or run forward, what is on disk; under torchrun, or in local processes")
     run.add_argument("directory", metavar="DIR", help="what tpcompile emit wrote")
     run.add_argument("--steps", type=_count, default=3, help="default: 3")
@@ -185,6 +186,11 @@ def _inspect(args: argparse.Namespace) -> int:
         return _page(args)
     if args.rules:
         print(operations(), end="")
+        return 0
+    if args.api:
+        from tpcompile.api import api
+
+        print(api(), end="")
         return 0
     if missing := [name for name, given in (("MODEL", args.model), ("--mesh", args.mesh)) if given is None]:
         raise InputError(f"{', '.join(missing)} not given", at="tpcompile inspect", fix="give both MODEL and --mesh, or --rules alone")
