@@ -18,11 +18,11 @@ from tpcompile.passes._tree import Held, Tree
 class Piece:
     """The part of a parameter that a rank holds: index ranges along one dimension, in order; dim None: all of it."""
 
-    dim: int | None = None
-    ranges: tuple[tuple[int, int], ...] = ()
+    dim: int | None = None  # of the whole parameter
+    ranges: tuple[tuple[int, int], ...] = ()  # [start, stop), as they lie in the piece
 
     def of(self, value: Tensor) -> Tensor:
-        """A rank's part of a whole tensor."""
+        """A rank's part of `value`, a tensor of the whole parameter's shape."""
         if self.dim is None:
             return value
         pieces = [value.narrow(self.dim, start, stop - start) for start, stop in self.ranges if stop > start]

@@ -31,31 +31,35 @@ Cut = tuple[int, Sequence[int]]
 class RankProgram:
     """What one rank runs: one module for each stage that it holds."""
 
-    mesh: Mesh
-    rank: int
-    stages: tuple[Stage, ...]
-    modules: tuple[nn.Module, ...]
+    mesh: Mesh  # that it was compiled for
+    rank: int  # of this mesh
+    stages: tuple[Stage, ...]  # that the rank holds, in their order
+    modules: tuple[nn.Module, ...]  # one for each, with the parameter names of the user's model and this rank's pieces
     graphs: tuple[fx.Graph, ...]  # the stages' graphs with this rank's numbers
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # the modules as Python
     parameters: Mapping[str, Piece]  # of all stages that the rank holds, by every name in the user's model
     unused: tuple[str, ...]  # parameters that no graph uses: they get no gradient
 
     @property
     def coordinates(self) -> dict[str, int]:
+        """The rank's place on every axis."""
         return self.mesh.coordinates(self.rank)
 
     @property
     def module(self) -> nn.Module:
+        """The module of a rank that holds one stage. Raises TpcompileError for one that holds several."""
         self._only_one("module")
         return self.modules[0]
 
     @property
     def graph(self) -> fx.Graph:
+        """The graph of a rank that holds one stage. Raises TpcompileError for one that holds several."""
         self._only_one("graph")
         return self.graphs[0]
 
     @property
     def source(self) -> str:
+        """All of the sources."""
         return "\n\n".join(self.sources)
 
     def _only_one(self, what: str) -> None:

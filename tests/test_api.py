@@ -5,10 +5,21 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from raised import raised, unnamed
 
 import tpcompile
+from tpcompile.api import SECTIONS, fields_of, function_of, members
+from tpcompile.cli import main
+from tpcompile.errors import InputError, Refused
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+ENTRIES = [entry for section in SECTIONS for entry in section.entries]
+FUNCTIONS = [(entry.name, entry.thing, None) for entry in ENTRIES if not isinstance(entry.thing, type)]
+FUNCTIONS += [(f"{entry.name}.{name}", member, entry.thing) for entry in ENTRIES for name, member in members(entry)]
 
 
 def test_the_public_names() -> None:
@@ -32,8 +43,40 @@ def test_options_are_keyword_only(function: object, positional: list[str]) -> No
     assert all(p.default is not p.empty for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
-def test_every_public_name_is_documented() -> None:
-    assert all(inspect.getdoc(getattr(tpcompile, name)) for name in tpcompile.__all__)
+def test_the_page_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--api"]) == 0
+    assert capsys.readouterr().out == PAGE.read_text(), "tpcompile inspect --api > docs/api.md"
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    names = {entry.name.removeprefix("tpcompile.").partition(".")[0] for entry in ENTRIES if entry.name.startswith("tpcompile.")}
+    assert names == set(tpcompile.__all__)
+    assert {f"testing.{name}" for name in tpcompile.testing.__all__} <= {entry.name.removeprefix("tpcompile.") for entry in ENTRIES}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: str(entry.name))
+def test_every_public_thing_is_documented(entry: Any) -> None:
+    assert inspect.getdoc(entry.thing)
+    if isinstance(entry.thing, type) and not issubclass(entry.thing, tuple):
+        assert all(said for _, _, said in fields_of(entry.thing))
+
+
+@pytest.mark.parametrize(("name", "member", "owner"), FUNCTIONS, ids=[name for name, _, _ in FUNCTIONS])
+def test_docstrings_say_what_arguments_mean_and_what_is_raised(name: str, member: Any, owner: type | None) -> None:
+    function = function_of(member)
+    said = inspect.getdoc(function) or ""
+    assert said, f"{name} has no docstring"
+    assert not (missing := unnamed(raised(function, owner), said)), f"{name} raises {', '.join(missing)}, and its docstring does not say so"
+    named = [p.name for p in inspect.signature(function).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unsaid = [word for word in named if word not in ("self", "cls") and f"`{word}`" not in said and f"`{word}=" not in said]
+    assert not unsaid, f"{name} takes {', '.join(unsaid)}, and its docstring does not say what for"
+
+
+def test_errors_are_found_in_what_is_called() -> None:
+    assert {InputError, Refused} <= raised(tpcompile.compile)
+    assert raised(tpcompile.Mesh.of.__func__, tpcompile.Mesh, depth=0) == {InputError}  # type: ignore[attr-defined]
+    assert raised(tpcompile.progress) == set()
+    assert unnamed({Refused}, "Raises InputError.") == ["Refused"] and not unnamed({InputError}, "Raises TpcompileError.")
 
 
 def test_transformers_is_not_imported() -> None:

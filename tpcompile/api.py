@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,8 @@ _INTRODUCTION = """# Reference
 
 Every public name, with its types and defaults. Written by `tpcompile inspect --api` from the docstrings.
 
-All errors are `tpcompile.TpcompileError`s, which say what is wrong, at which call, from which line of yours, and how to mend it. "Collective"
-is said of what every rank must call; "whole" of a tensor as one device has it, beside the pieces that ranks hold."""
+All errors are `tpcompile.TpcompileError`s, which say what is wrong, at which call, from which line of yours, and how to mend it.
+"Collective" is said of what every rank must call; "whole" of a tensor as one device has it, beside the pieces that ranks hold."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,9 @@ def members(entry: Entry) -> Iterator[tuple[str, Any]]:
 
 def function_of(member: Any) -> Callable[..., Any]:
     """What is written in the source: without decorators that make another thing of it."""
-    found = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-    return inspect.unwrap(found)
+    found: Any = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    made: Callable[..., Any] = inspect.unwrap(found)
+    return made
 
 
 def fields_of(kind: type) -> Iterator[tuple[str, str, str]]:
@@ -128,21 +130,27 @@ def fields_of(kind: type) -> Iterator[tuple[str, str, str]]:
         names = list(getattr(kind, "_fields", ()))
     for name in names:
         if match := re.search(rf"^    {name}: (.*?)(?:  # (.*))?$", source, re.MULTILINE):
-            yield name, match[1], match[2] or ""
+            yield (
+                name,
+                re.sub(r"field\(default(_factory)?=([\w.]+).*\)", lambda made: f"{made[2]}{'()' if made[1] else ''}", match[1]),
+                match[2] or "",
+            )
 
 
 def _entry(entry: Entry) -> Iterator[str]:
     yield f"### {entry.name}"
     if not isinstance(entry.thing, type):
-        yield _code(_signature(entry.name, function_of(entry.thing)))
+        entered = hasattr(entry.thing, "__wrapped__") and inspect.isgeneratorfunction(function_of(entry.thing))
+        yield _code(_signature(entry.name, function_of(entry.thing), entered=entered))
     elif entry.name.startswith("tpcompile.") or issubclass(entry.thing, Exception):
-        yield _code(_signature(entry.name, entry.thing.__init__, own=True, returns=False))
+        yield _code(_signature(entry.name, inspect.getattr_static(entry.thing, "__init__"), own=True, returns=False))
     yield _markdown(inspect.getdoc(entry.thing) or "")
     if found := list(fields_of(entry.thing)) if isinstance(entry.thing, type) else []:
-        rows = [("field", "", ""), ("---", "---", "---"), *((f"`{name}`", f"`{kind}`", meaning) for name, kind, meaning in found)]
+        rows = [("field", "type", ""), ("---", "---", "---"), *((f"`{name}`", f"`{kind}`", meaning) for name, kind, meaning in found)]
         yield "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
     for name, member in members(entry):
-        shown = f"{entry.called or entry.name}.{name}".replace(".__call__", "")
+        on = entry.name.removeprefix("tpcompile.") if isinstance(member, classmethod) else entry.called or entry.name
+        shown = on if name == "__call__" else f"{on}.{name}"
         yield f"#### {shown}"
         yield _code(_signed(shown, member))
         yield _markdown(inspect.getdoc(function_of(member)) or "")
@@ -152,11 +160,12 @@ def _signed(shown: str, member: Any) -> str:
     function = function_of(member)
     if isinstance(member, property):
         return f"{shown}: {inspect.signature(function).return_annotation}"
-    return _signature(shown, function, own=not isinstance(member, staticmethod))
+    entered = hasattr(member, "__wrapped__") and inspect.isgeneratorfunction(function)
+    return _signature(shown, function, own=not isinstance(member, staticmethod), entered=entered)
 
 
-def _signature(shown: str, function: Any, *, own: bool = False, returns: bool = True) -> str:
-    """On one line, or with a line for every argument; `own` leaves out self."""
+def _signature(shown: str, function: Any, *, own: bool = False, returns: bool = True, entered: bool = False) -> str:
+    """On one line, or with a line for every argument; `own` leaves out self, `entered` is for what stands in a with statement."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1 if own else 0 :]
     arguments: list[str] = []
@@ -165,20 +174,24 @@ def _signature(shown: str, function: Any, *, own: bool = False, returns: bool = 
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             arguments.append("*")
         arguments.append(_argument(parameter))
-    end = f" -> {signature.return_annotation}" if returns and signature.return_annotation is not signature.empty else ""
-    line = f"{shown}({', '.join(arguments)}){end}"
+    end = f" -> {signature.return_annotation}" if returns and not entered else ""
+    shown = f"with {shown}" if entered else shown
+    line = f"{shown}({', '.join(arguments)}){end}{':' * entered}"
     if len(line) <= WIDTH:
         return line
-    return "\n".join([f"{shown}(", *(f"    {argument}," for argument in arguments), f"){end}"])
+    return "\n".join([f"{shown}(", *(f"    {argument}," for argument in arguments), f"){end}{':' * entered}"])
 
 
 def _argument(parameter: inspect.Parameter) -> str:
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    kind = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+    kind = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}".replace("'", '"')
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return f"*{parameter.name}{kind}"
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return f"**{parameter.name}{kind}"
     if parameter.default is parameter.empty:
-        return f"{stars}{parameter.name}{kind}"
+        return f"{parameter.name}{kind}"
     value = parameter.default
-    shown = f"torch.optim.{value.__name__}" if isinstance(value, type) else repr(value)
+    shown = f"torch.optim.{value.__name__}" if isinstance(value, type) else repr(value).replace("'", '"')
     return f"{parameter.name}{kind}{' = ' if kind else '='}{shown}"
 
 
@@ -186,18 +199,26 @@ def _code(text: str) -> str:
     return f"```python\n{text}\n```"
 
 
+def _example(text: str) -> str:
+    """Python, unless it is something that is printed."""
+    try:
+        ast.parse("" if text.startswith(">>> ") else text)
+    except SyntaxError:
+        return f"```\n{text}\n```"
+    return _code(text)
+
+
 def _markdown(text: str) -> str:
-    """A docstring: what is indented, or has a prompt, is code."""
+    """A docstring: what is indented, or has a prompt, is code; lists are lists."""
     blocks = []
     for block in re.split(r"\n\s*\n", text):
         lines = block.splitlines()
-        place = next((i for i, line in enumerate(lines) if line.startswith(("    ", "  ", ">>> "))), len(lines))
-        rest = lines[place:]
-        listed = bool(rest) and rest[0].lstrip().startswith("- ")
+        is_list = lines[0].startswith("- ") if lines else False
+        place = next((i for i, line in enumerate(lines) if line.startswith(("  ", ">>> ")) and not is_list), len(lines))
         if lines[:place]:
-            blocks.append("\n".join(lines[:place]) if not listed else "\n".join(lines))
-        if rest and not listed:
-            blocks.append(_code(inspect.cleandoc("\n" + "\n".join(rest))))
+            blocks.append("\n".join(lines[:place]))
+        if lines[place:]:
+            blocks.append(_example(inspect.cleandoc("\n" + "\n".join(lines[place:]))))
     return "\n\n".join(blocks)
 
 

@@ -12,10 +12,12 @@ _OWN = {Path(__file__).resolve().parent, Path(__file__).resolve().parent.parent 
 class TpcompileError(Exception):
     """What is wrong, then one line each for `at`, `from` and `fix`, where they are known.
 
-    a batch of 10 rows cannot be divided into 4 equal micro-batches
-      at   compiled.train_step(input_ids=[10, 128])
-      from train.py:31
-      fix  use a batch of 8 or 12 rows, or microbatches=2 or 5
+        a batch of 10 rows cannot be divided into 4 equal micro-batches
+          at   compiled.train_step(input_ids=[10, 128])
+          from train.py:31
+          fix  use a batch of 8 or 12 rows, or microbatches=2 or 5
+
+    They are attributes too: `what`, `at`, `source` and `fix`.
     """
 
     def __init__(self, what: str, *, at: str = "", source: str = "", fix: str = "") -> None:

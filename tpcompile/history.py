@@ -38,34 +38,37 @@ _KINDS = 4
 class Step:
     """One pass as it ran: its time in seconds, and what went in and came out, printed when it is asked for."""
 
-    name: str
-    given: object
-    made: object
-    seconds: float
+    name: str  # of the pass
+    given: object  # what went in; None for capture
+    made: object  # what came out: a program, a plan, stages
+    seconds: float  # that it took
     program: Program | None = field(default=None, repr=False)  # that the names in it belong to
     only: str = ""  # the layer that is shown, by its module's path; "" for everything
 
     @property
     def before(self) -> str:
+        """The text of what went in."""
         return self.text_of(self.given)
 
     @property
     def after(self) -> str:
+        """The text of what came out, of which `tpcompile.parse.parse` reads a graph back."""
         return self.text_of(self.made)
 
     @property
     def text(self) -> str:
+        """The same as `after`."""
         return self.after
 
     def text_of(self, value: object, *, sources: bool = False) -> str:
-        """The text of what went in or came out; with `sources`, under the user's lines."""
+        """The text of `value`, which is `given` or `made`; with `sources`, under the user's lines."""
         within = value if program_of(value) is not None else self.given if isinstance(self.given, Local) else self.program
         assert within is None or isinstance(within, (Program, Sharded, Local))
         only = None if not self.only else _names(value, within, self.only)
         return text(value, only=only, sources=sources, within=within)
 
     def layer(self, name: str | int) -> Step:
-        """The same, of one layer alone: by its module's path, or by its number where one list of layers has it.
+        """The same, of one layer alone: `name` is its module's path, or its number where one list of layers has it.
 
         Raises InputError for a layer that there is not.
         """
@@ -79,7 +82,10 @@ class Step:
         return replace(self, only=found[0])
 
     def diff(self, *, color: bool = False, sources: bool = False) -> str:
-        """The lines that the pass changed; all that it found, where it makes no graph. With `color`, as a terminal shows them."""
+        """The lines that the pass changed; all that it found, where it makes no graph.
+
+        With `color`, as a terminal shows them; with `sources`, under the user's lines.
+        """
         new = self.text_of(self.made, sources=sources).splitlines()
         old = self.text_of(self.given, sources=sources).splitlines() if _graphs(self.given) and _graphs(self.made) else []
         changed = "\n".join(difflib.unified_diff(old, new, "before", "after", lineterm="", n=1))
@@ -106,7 +112,14 @@ class Step:
 
 
 class History(Mapping[str, Step]):
-    """All passes of a compilation, in the order in which they ran. It prints as a table."""
+    """All passes of a compilation, by name, in the order in which they ran: a mapping of `Step`s, which prints as a table.
+
+    KeyError, with the names that there are, for another.
+
+        print(compiled.history)                        # a line for every pass
+        print(compiled.history["rewrite"].diff())      # what it changed
+        compiled.history["rewrite"].layer("3").text    # of one layer
+    """
 
     def __init__(self, steps: Mapping[str, Step]) -> None:
         self._steps = dict(steps)

@@ -18,14 +18,15 @@ AXES = ("dp", "pp", "tp")
 class Mesh:
     """Data × pipeline × tensor parallel axes, outermost first.
 
-    Axes nest dp, pp, tp (tensor ranks are neighbours) whatever order they are given in; a torch DeviceMesh keeps its own order.
+    Axes nest dp, pp, tp (tensor ranks are neighbours) whatever order they are given in; a torch DeviceMesh keeps its own order. Raises
+    InputError for a size that is no whole number of 1 or more.
 
     >>> Mesh(dp=2, tp=4).coordinates(5)
     {'dp': 1, 'pp': 0, 'tp': 1}
     """
 
-    sizes: tuple[int, int, int]
-    order: tuple[str, ...]
+    sizes: tuple[int, int, int]  # of dp, pp and tp
+    order: tuple[str, ...]  # of the axes, outermost first
 
     def __init__(self, dp: int = 1, pp: int = 1, tp: int = 1, *, order: tuple[str, ...] = AXES) -> None:
         for axis, size in zip(AXES, (dp, pp, tp), strict=True):
@@ -41,44 +42,48 @@ class Mesh:
 
     @property
     def dp(self) -> int:
+        """The number of replicas."""
         return self.sizes[0]
 
     @property
     def pp(self) -> int:
+        """The number of ranks along the pipeline."""
         return self.sizes[1]
 
     @property
     def tp(self) -> int:
+        """The number of tensor ranks."""
         return self.sizes[2]
 
     def axis(self, name: str) -> int:
-        """The number of ranks along an axis."""
+        """The number of ranks along the axis `name`: "dp", "pp" or "tp"."""
         return self.sizes[AXES.index(name)]
 
     @property
     def size(self) -> int:
+        """The number of all ranks."""
         return math.prod(self.sizes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's place on every axis."""
+        """The place of `rank` on every axis: {"dp": 1, "pp": 0, "tp": 1}."""
         place = {}
         for name in reversed(self.order):
             rank, place[name] = divmod(rank, self.axis(name))
         return {name: place[name] for name in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates; an axis that is not named counts as 0."""
+        """The rank at these `coordinates`; an axis that is not named counts as 0."""
         rank = 0
         for name in self.order:
             rank = rank * self.axis(name) + coordinates.get(name, 0)
         return rank
 
     def group(self, axis: str, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The ranks that differ from these coordinates along one axis only."""
+        """The ranks that differ from these `coordinates` along one `axis` only."""
         return tuple(self.rank({**coordinates, axis: place}) for place in range(self.axis(axis)))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along an axis, by their first rank. Built on request: compiling one rank never calls this."""
+        """All groups along an `axis`, by their first rank. Built on request: compiling one rank never calls this."""
         return tuple(sorted({self.group(axis, self.coordinates(rank)) for rank in range(self.size)}))
 
     def __str__(self) -> str:
@@ -86,7 +91,7 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Mesh | DeviceMesh | str) -> Mesh:
-        """A mesh from itself, from text such as "dp=2,pp=2,tp=2", or from a DeviceMesh with named dimensions."""
+        """`mesh` as a Mesh: itself, text such as "dp=2,pp=2,tp=2", or a DeviceMesh with named dimensions. Raises InputError for others."""
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, DeviceMesh):

@@ -1,7 +1,7 @@
 """For test suites of models: one line that fails when a compiled model would not train to the same numbers.
 
-def test_my_model_trains_the_same_in_parallel():
-    tpcompile.testing.assert_parity(MyModel(), "pp=2,tp=2", batch)
+    def test_my_model_trains_the_same_in_parallel():
+        tpcompile.testing.assert_parity(MyModel(), "pp=2,tp=2", batch)
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def assert_parity(
 ) -> None:
     """Compare every rank's program with the untouched model: loss, outputs, every gradient, every parameter after a step.
 
-    Runs in this process; needs no launcher and no GPU. `options` are those of `tpcompile.check`. Raises AssertionError with the table
-    of what differs and the first value that does.
+    Runs in this process; needs no launcher and no GPU. `model`, `mesh`, `example_inputs` and `options` are those of `tpcompile.check`.
+    Raises AssertionError with the table of what differs and the first value that does, and what `tpcompile.check` raises: InputError,
+    CaptureError, Refused.
     """
     __tracebackhide__ = True
     report = check(model, mesh, example_inputs, **options)

@@ -28,8 +28,9 @@ from tpcompile.runtime.engine import Capture
 def load(directory: str | Path, mesh: DeviceMesh | None = None) -> Loaded:
     """A program that `compiled.emit` wrote, for training or for its outputs: what `tpcompile.compile` returned, without the model.
 
-    It runs on the mesh that it was written for, in the mode (train or eval) in which it was compiled, on batches of the sizes that were
-    left open; `mesh` is a torch DeviceMesh of that shape, where there is one already. Outputs that were objects are mappings.
+    `directory` is what `emit` wrote. The program runs on the mesh that it was written for, in the mode (train or eval) in which it was
+    compiled, on batches of the sizes that were left open; `mesh` is a torch DeviceMesh of that shape, where there is one already. Outputs
+    that were objects are mappings.
     Only files that the manifest vouches for are read or executed, and nothing is unpickled. Raises InputError with the name of a file
     that is missing or changed, for a release of torch or tpcompile that did not write it, and for another mesh.
     """
@@ -41,7 +42,10 @@ def load(directory: str | Path, mesh: DeviceMesh | None = None) -> Loaded:
 
 
 class Loaded(Compiled):
-    """A program from disk. It has the methods of a compiled model but those that need the model: nothing is captured anew."""
+    """A program from disk. It has the methods of a compiled model but those below, which need the model: nothing is captured anew.
+
+    A batch of sizes for which the program was not written is an InputError.
+    """
 
     def __init__(self, saved: Saved, devices: DeviceMesh | None) -> None:
         super().__init__(Outline(saved.content), saved.mesh, Options(**saved.content["options"]), devices)
@@ -49,15 +53,19 @@ class Loaded(Compiled):
         self._compilations.append(_Read(saved))  # type: ignore[arg-type]
 
     def explain(self, *, full: bool = False, devices_per_node: int | None = None, device_memory: float = 80.0) -> str:
-        """The plan, as it was written with the program."""
+        """The plan, as it was written with the program.
+
+        `full`, `devices_per_node` and `device_memory` change nothing.
+        """
         return (self._saved.directory / "plan.txt").read_text(encoding="utf-8")
 
     @property
     def history(self) -> Any:
+        """Not for a program from disk: raises InputError."""
         raise InputError("the passes are not on disk", at="loaded.history", source=caller(), fix="compile the model to look at them")
 
     def emit(self, directory: str | Path, *, formats: Any = ()) -> None:
-        """Not for a program from disk: raises InputError."""
+        """Not for a program from disk, to whatever `directory` and in whatever `formats`: raises InputError."""
         raise InputError("a program from disk is written already", at="loaded.emit", source=caller(), fix="copy its folder")
 
     def _own(self, number: int, compilation: Any, program: RankProgram) -> Capture:  # type: ignore[override]

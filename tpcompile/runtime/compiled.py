@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile.driver import Compilation, Options, check_dropout, check_outputs, lower, refuse_division, refuse_other_path
 from tpcompile.errors import InputError, Refused, TpcompileError, caller
+from tpcompile.history import History
 from tpcompile.ir import Program
 from tpcompile.mesh import Mesh
 from tpcompile.passes.capture import matches
@@ -63,57 +64,51 @@ def compile(
 ) -> Compiled:
     """Compile a model for a mesh of data × pipeline × tensor parallel ranks.
 
-    `model` is read and never changed. `mesh` is a Mesh, text such as "dp=2,pp=2,tp=2", or a torch DeviceMesh with these dimension names.
-    `example_inputs`, the whole batch or one replica's, may be a tuple or a mapping; without them the model's `dummy_inputs` serve, else
-    the first call. `loss(outputs, batch)` gives a scalar; without it the output's `.loss` counts, or the output if it is a scalar.
-    `overrides` say what is done with parts of the model, by patterns of module paths as `explain()` prints them: a region stays "whole"
-    or is "cut", a linear is cut by "column" or by "row". What mixes the rows of a micro-batch, and is refused where a batch is divided
-    (in-batch contrast, a router's balance, the root of a mean), is accepted as "per micro-batch" by its module's path, its line as the
-    refusal names it, "file.py:12", or a pattern of the line's text: it is computed in each micro-batch, and the batch's is their mean,
-    over replicas too. That is not what one device computes.
-    A batch is divided into `microbatches` per replica: 1 without a pipeline, else as many as stages. With `split_batches` every rank
-    passes the same whole batch and takes its replica's rows, otherwise every rank passes its replica's own rows.
+    No process group is needed: only running needs one. Raises InputError for arguments that fit neither each other nor the model,
+    CaptureError where forward cannot be captured faithfully, and Refused for what would give other numbers than one device.
 
-    `schedule` says in which order a pipeline works: "gpipe" and "1f1b" with one stage on each rank; "interleaved_1f1b", "looped_bfs" and
-    "interleaved_zero_bubble" with `stages_per_rank`, by default 2, stage i being on rank i modulo pp; "zbv" and "dualpipev" with two in a
-    V, stages i and 2·pp - 1 - i on one rank. The last three run backward in halves. All give the same numbers.
-
-    `dropout` says how masks are drawn. "local": each rank draws those of its own pieces, keyed by the seed of `torch.manual_seed`, the
-    step, the place in the model and the part of the batch; values that are whole on all tensor ranks have one mask there. "exact": a mask
-    depends on the seed, the step, the place in the model and the element's index in the value of the whole batch, so that every mesh
-    trains as one device does with the same option. "fast": as "local", but attention keeps its dropout inside its fused kernels, which
-    draw from torch's own generator on each rank: only `torch.manual_seed` repeats it, and ranks with the same seed draw alike.
-    `torch.rand`, `bernoulli` and their like are drawn in the same ways.
-
-    With `sequence_parallel` a tensor rank keeps its own positions of what stands between regions (norms, dropout, residual sums), and
-    all-reduces become reduce-scatters and all-gathers: as many bytes, and less memory by the number of tensor ranks. With "regather",
-    linear layers do not keep what they gathered, and gather it again in backward.
-
-    With `vocab_parallel`, tables of embeddings are cut by rows and heads by columns, and their loss is computed on cut scores. With
-    `outputs="loss"` nothing but the loss is returned, and such scores are never gathered.
-
-    `data_parallel` says what replicas share out: "ddp" nothing, "zero1" the optimizer's state, "zero2" also gradients and, between steps,
-    parameters, "zero3" the same, and layers' parameters are gathered again for backward. `tpcompile.memory` has the bytes.
-
-    With `dynamic=False` the sizes of the example are fixed, which compiles faster: a batch of other sizes is captured anew. Such a batch
-    is not divided: a loss over it is refused where there are several replicas or micro-batches.
-
-    `recompute` trades time for the memory of activations, by layers. "full": a layer keeps what it is given, and runs again in backward,
-    with its collectives. "selective": of the core of its attention it keeps q, k and v alone, and scores, softmax and dropout run again.
-
-    With `precision`, the model computes in "bf16" or "fp16". Its parameters stay in the type that they have, and are cast where they are
-    used; floating inputs of forward are cast, buffers and what the model itself casts are not. Gradients are in the parameters' type, sums
-    over tensor ranks in float32. With "fp16", `train_step` scales the loss and gives unscaled gradients; where those of any rank overflow,
-    optimizers leave out their next step, on all ranks (`compiled.loss_scale`).
-
-    `backend` names one of torch.compile's backends, "inductor" for one: every stage's program is compiled through it, collectives included,
-    when it first runs. What is compiled together, and where nothing is and why, is in `tpcompile.backend` and in `explain()`.
-
-    `weights` is a directory of safetensors, `model.safetensors` or several files with their index, or one file: each rank reads its own
-    slices of it when it first runs, and nothing else, so that the model can be on the meta device. Names are those of its state dict.
-    `tpcompile.Initial(seed)` instead gives a model on the meta device the values of its own initialisers, equal on every mesh.
-
-    No process group is needed: only running needs one. Raises InputError, CaptureError or Refused, with what to do about it.
+    - `model`: read and never changed. Its parameters may be on the meta device.
+    - `mesh`: a Mesh, text such as "dp=2,pp=2,tp=2", or a torch DeviceMesh with these dimension names.
+    - `example_inputs`: the whole batch or one replica's, as a tuple, a mapping or one tensor. Without them the model's `dummy_inputs`
+      serve, else the first call.
+    - `loss`: a function of (outputs, batch) that gives a scalar. Without it the output's `.loss` counts, or the output if it is a scalar.
+    - `microbatches`: into how many parts a replica's rows are divided: 1 without a pipeline, else as many as stages.
+    - `split_batches`: every rank passes the same whole batch and takes its replica's rows; False: every rank passes its replica's own.
+    - `schedule`: in which order a pipeline works. "gpipe" and "1f1b" have one stage on each rank; "interleaved_1f1b", "looped_bfs" and
+      "interleaved_zero_bubble" several, stage i being on rank i modulo pp; "zbv" and "dualpipev" two in a V, stages i and 2·pp - 1 - i on
+      one rank. The last three run backward in halves. All give the same numbers.
+    - `stages_per_rank`: how many stages a rank holds, where the schedule lets one choose: 2 by default.
+    - `data_parallel`: what replicas share out. "ddp": nothing; "zero1": the optimizer's state; "zero2": also gradients and, between steps,
+      parameters; "zero3": the same, and layers' parameters are gathered again for backward. `tpcompile.memory` has the bytes.
+    - `sequence_parallel`: a tensor rank keeps its own positions of what stands between regions (norms, dropout, residual sums), and
+      all-reduces become reduce-scatters and all-gathers: as many bytes, and less memory by the number of tensor ranks. With "regather",
+      linear layers do not keep what they gathered, and gather it again in backward.
+    - `overrides`: what is done with parts of the model, by patterns of module paths as `explain()` prints them. A region stays "whole" or
+      is "cut", a linear is cut by "column" or by "row". What mixes the rows of a micro-batch, and is refused where a batch is divided
+      (in-batch contrast, a router's balance, the root of a mean), is accepted as "per micro-batch" by its module's path, its line as the
+      refusal names it, "file.py:12", or a pattern of the line's text: it is computed in each micro-batch, and the batch's is their mean,
+      over replicas too. That is not what one device computes.
+    - `dropout`: how masks, and the numbers of `torch.rand`, `bernoulli` and their like, are drawn. "local": each rank draws those of its
+      own pieces, keyed by the seed of `torch.manual_seed`, the step, the place in the model and the part of the batch; values that are
+      whole on all tensor ranks have one mask there. "exact": a mask depends on the seed, the step, the place in the model and the
+      element's index in the value of the whole batch, so that every mesh trains as one device does with the same option. "fast": as
+      "local", but attention keeps its dropout inside its fused kernels, which draw from torch's own generator on each rank: only
+      `torch.manual_seed` repeats it, and ranks with the same seed draw alike.
+    - `vocab_parallel`: tables of embeddings are cut by rows and heads by columns, and their loss is computed on cut scores.
+    - `outputs`: "loss": a step returns nothing but the loss, and cut scores are never gathered.
+    - `dynamic`: False: the sizes of the example are fixed, which compiles faster. A batch of other sizes is captured anew, and none is
+      divided: a loss over it is refused where there are several replicas or micro-batches.
+    - `recompute`: time for the memory of activations, by layers. "full": a layer keeps what it is given, and runs again in backward, with
+      its collectives. "selective": of the core of its attention it keeps q, k and v alone, and scores, softmax and dropout run again.
+    - `precision`: the model computes in "bf16" or "fp16". Its parameters stay in the type that they have, and are cast where they are
+      used; floating inputs of forward are cast, buffers and what the model itself casts are not. Gradients are in the parameters' type,
+      sums over tensor ranks in float32. With "fp16", `train_step` scales the loss and gives unscaled gradients; where those of any rank
+      overflow, optimizers leave out their next step, on all ranks (`compiled.loss_scale`).
+    - `backend`: one of torch.compile's backends, "inductor" for one: every stage's program is compiled through it, collectives included,
+      when it first runs. What is compiled together, and where nothing is and why, is in `tpcompile.backend` and in `explain()`.
+    - `weights`: a directory of safetensors, `model.safetensors` or several files with their index, or one file: each rank reads its own
+      slices of it when it first runs, and nothing else, so that the model can be on the meta device. Names are those of its state dict.
+      `tpcompile.Initial(seed)` instead gives a model on the meta device the values of its own initialisers, equal on every mesh.
     """
     if not isinstance(model, nn.Module):
         fix = "build the model first: torch.nn.Module with weights, or on the meta device"
@@ -153,12 +148,16 @@ def compile(
 class Evaluated(NamedTuple):
     """What `eval_step` returns."""
 
-    loss: Tensor
-    outputs: Any
+    loss: Tensor  # of the whole batch: a scalar, detached, the same on every rank
+    outputs: Any  # the model's, for this replica's rows
 
 
 class Compiled:
-    """A compiled model. It holds this rank's part; explaining it and reading any rank's program need no process group."""
+    """A compiled model: `model`, `mesh` and `options` are what it was made of, and it holds this rank's part.
+
+    Explaining it and reading any rank's program need no process group. What runs, or reads this rank's parameters, needs one with as many
+    processes as the mesh has ranks, connects to it at the first call, on all ranks, and raises InputError where there is none.
+    """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, options: Options, devices: DeviceMesh | None, weights: str | Path | Initial | None = None
@@ -179,7 +178,7 @@ class Compiled:
 
     @property
     def compilation(self) -> Compilation:
-        """What the compiler made of the first example inputs."""
+        """What the compiler made of the first example inputs: programs, plan, stages, layouts. Raises InputError before there were any."""
         if not self._compilations:
             raise InputError(
                 "the model is not captured yet: compile was given no example inputs",
@@ -190,8 +189,8 @@ class Compiled:
         return self._compilations[0]
 
     @property
-    def history(self) -> Any:
-        """The graph after each pass, by the pass's name."""
+    def history(self) -> History:
+        """What every pass did, by the pass's name: a `History`. Raises InputError before the model is captured."""
         return self.compilation.history
 
     def explain(self, *, full: bool = False, devices_per_node: int | None = None, device_memory: float = 80.0) -> str:
@@ -199,7 +198,7 @@ class Compiled:
 
         `full` has every stage, every tensor rank and every formula, in 160 columns. Tensor-parallel groups that cross nodes of
         `devices_per_node` devices are warned of; by default a node has as many ranks as the launcher started on this one, or 8.
-        `device_memory`, in GiB, is what a device is taken to have.
+        `device_memory`, in GiB, is what a device is taken to have. Raises InputError before the model is captured.
         """
         from tpcompile.inspect.explain import explain
         from tpcompile.inspect.grid import Bubble
@@ -209,14 +208,14 @@ class Compiled:
 
     def html(self) -> str:
         """The model as layers × stages × ranks, every pass, every weight's strips and the schedule, as a page for a browser: one file of
-        HTML that loads nothing. Needs no process group, and keeps no copies of weights.
+        HTML that loads nothing. Needs no process group, and keeps no copies of weights. Raises InputError before the model is captured.
         """
         from tpcompile.inspect.page import page
 
         return page(self.compilation, self.model)
 
     def _repr_html_(self) -> str | None:
-        """The page in a frame, for notebooks; None before the first capture."""
+        """The page of `html()` in a frame, for notebooks; None before the first capture."""
         from tpcompile.inspect.page import embedded
 
         return embedded(self.html()) if self._compilations else None
@@ -225,14 +224,18 @@ class Compiled:
     def measure(self) -> Iterator[None]:
         """Time the training steps inside: `explain()` then says which share of them the pipeline stood idle, beside what it predicts.
 
-        A rank's work includes what its operators wait for other tensor ranks. Collective over the pipeline.
+        A rank's work includes what its operators wait for other tensor ranks. Collective over the pipeline. Raises InputError without the
+        mesh's processes.
         """
         with self._running("compiled.measure()").measure() as seconds:
             yield
         self._measured = seconds
 
     def program(self, rank: int | None = None) -> RankProgram:
-        """What a rank runs; by default this process's rank. Any rank's can be read, and a process that runs gets its own."""
+        """What the rank `rank` of the mesh runs; by default this process's. Any can be read, and a process that runs gets its own.
+
+        Raises InputError for a rank that the mesh does not have.
+        """
         here = dist.get_rank() if dist.is_initialized() else 0
         if rank is None or rank == here:
             return self._own_program(here)
@@ -242,12 +245,19 @@ class Compiled:
         return self.compilation.rank_program(self.model, rank, torch.device("cpu"))
 
     def emit(self, directory: str | Path, *, formats: Sequence[str] = ()) -> None:
-        """Write the programs of all ranks to a folder: `stage_K.py`, `rank_NNN.safetensors`, `plan.txt` and `manifest.json`.
+        """Write the programs of all ranks to a folder, `directory`: `stage_K.py`, `rank_NNN.safetensors`, `plan.txt`, `manifest.json`.
 
         The weights are those of the running program, once it has run, and else the model's; a model on the meta device that has not run
-        gives programs without weights. `formats` may add "onnx" and "pt2": a rank's forward in these forms. A folder that a program was
-        written to before is written anew; raises InputError for one with other files. Collective once it has run: rank 0 writes, and
-        has the whole weights in memory meanwhile.
+        gives programs without weights. A folder that a program was written to before is written anew. Collective once it has run: rank 0
+        writes, and has the whole weights in memory meanwhile. Raises InputError for a folder with other files, for a format that is none,
+        that holds weights which a model on the meta device lacks, or whose packages or compiler are missing; Refused for what a format
+        cannot hold, such as random numbers in "onnx" and "aoti".
+
+        `formats` adds forms of every rank's forward, which `tpcompile check build/` compares with the sources:
+
+        - "onnx": `rank_NNN.onnx`; collectives are AllReduce and AllGather of the domain com.microsoft.
+        - "pt2": `rank_NNN.pt2`, of `torch.export`; `tpcompile.export.pt2.load_pt2(file, groups)` gives the module.
+        - "aoti": `rank_NNN.aoti.pt2`, native code by AOTInductor, for machines of this kind. Needs a C++ compiler.
         """
         from tpcompile.export.write import emit, with_values
 
@@ -267,22 +277,25 @@ class Compiled:
 
     @property
     def module(self) -> nn.Module:
-        """This rank's module, with the parameter names of the user's model. A rank that holds several stages has `modules`."""
+        """This rank's module, with the parameter names of the user's model.
+
+        Raises TpcompileError on a rank that holds several stages: it has `modules`; InputError without the mesh's processes.
+        """
         if len(modules := self.modules) > 1:
             raise TpcompileError(f"this rank holds {len(modules)} stages", at="compiled.module", fix="use compiled.modules")
         return modules[0]
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """This rank's modules, one for each stage that it holds."""
+        """This rank's modules, one for each stage that it holds. Raises InputError without the mesh's processes."""
         return tuple(root.program for root in self._running("compiled.module").root.stages)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, cut as the plan says."""
+        """This rank's parameters, cut as the plan says. Raises InputError without the mesh's processes."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, by their names in the user's model."""
+        """This rank's parameters, by their names in the user's model. Raises InputError without the mesh's processes."""
         return self._running("compiled.named_parameters()").root.named_own_parameters()
 
     def optimizer(
@@ -295,14 +308,14 @@ class Compiled:
     ) -> torch.optim.Optimizer:
         """An optimizer over this rank's trained parameters: `compiled.optimizer(torch.optim.AdamW, lr=3e-4)`. Collective.
 
-        `settings` are those of `kind`, which may be any class of optimizers. `groups(name, parameter)` is asked for every trained
-        parameter of the model, by its qualified name and whole, and gives its group: a mapping of settings, such as
+        `settings` are those of `kind`, which may be any class of optimizers. `groups` is a function of (name, parameter), asked for every
+        trained parameter of the model, by its qualified name and whole, that gives its group: a mapping of settings, such as
         `{"weight_decay": 0.0} if parameter.ndim < 2 else {}`; a name, which stands in `param_groups` as "name"; None; or False, to leave it
         to another optimizer. All ranks have the same groups, so that torch's schedulers of learning rates work.
 
         An optimizer that mixes the elements of a parameter (Adafactor, Muon), or of all (LBFGS), is Refused where ranks hold pieces of
         them, and so is a class that is not torch's own: `elementwise=True` promises that it treats every element by itself. Raises
-        InputError for what is no class, and for settings and groups that do not fit it.
+        InputError for what is no class, for settings and groups that do not fit it, and without the mesh's processes.
         """
         call = f"compiled.optimizer({kind.__name__ if isinstance(kind, type) else type(kind).__name__})"
         found = optimizers.check_kind(kind, call)
@@ -325,7 +338,10 @@ class Compiled:
 
     @property
     def loss_scale(self) -> float | None:
-        """With precision="fp16": what the next step multiplies its loss with for backward."""
+        """With precision="fp16": what the next step multiplies its loss with for backward; else None.
+
+        Raises InputError without the mesh's processes.
+        """
         scaler = self._running("compiled.loss_scale").scaler
         return None if scaler is None else float(scaler.scale)
 
@@ -333,7 +349,8 @@ class Compiled:
         """The norm of all gradients, over all axes, as one device has it; the same on every rank. Collective.
 
         A scalar of the widest type of the model's parameters, float32 at least. Every parameter counts once, whichever ranks hold it,
-        or copies or pieces of it. Without any gradient it is 0.
+        or copies or pieces of it. Without any gradient it is 0. `norm_type` is the p of the p-norm, or inf. Raises InputError without the
+        mesh's processes.
         """
         engine = self._running("compiled.grad_norm()")
         counting = clip.Counting(engine.groups, self.compilation.pieces(), engine.homes)
@@ -343,8 +360,9 @@ class Compiled:
         """Scale the gradients so that their norm over all axes is at most `max_norm`; returns the norm before. Collective.
 
         As `torch.nn.utils.clip_grad_norm_` on one device: factor max_norm / (norm + 1e-6) where that is below 1. Gradients of several
-        `train_step`s have added up by then: a mean over so many steps is the caller's to divide. With `error_if_nonfinite` a norm that is
-        not finite raises TpcompileError on every rank, and leaves gradients as they are.
+        `train_step`s have added up by then: a mean over so many steps is the caller's to divide. `norm_type` is that of `grad_norm`. With
+        `error_if_nonfinite` a norm that is not finite raises TpcompileError on every rank, and leaves gradients as they are. Raises
+        InputError without the mesh's processes.
         """
         total = self.grad_norm(norm_type)
         if error_if_nonfinite:
@@ -365,14 +383,15 @@ class Compiled:
         keep: int | None = None,
         wait: bool = True,
     ) -> Path | Future[Path]:
-        """Write a checkpoint into a directory of checkpoints, and return its path. Collective; any mesh can load it.
+        """Write a checkpoint into a `directory` of checkpoints, and return its path. Collective; any mesh can load it.
 
         It holds parameters and buffers under the names of the user's model, what the `optimizer` keeps, the states of the learning-rate
         `scheduler` and of other `objects` (rank 0's), torch's generators, and the seed and step of dropout; gradients are not in it.
         `step`, by default the number of calls so far, names it, and comes back from `load`. All but the newest `keep` are removed.
         A checkpoint has its name only when all of it is on the disk: a process that is killed leaves the one before.
         With `wait=False` it is copied to the CPU and written in the background: the result is a future of the path. Wait for it before
-        the process group is destroyed. All ranks must see the same directory.
+        the process group is destroyed. All ranks must see the same directory. Raises InputError without the mesh's processes, and for a
+        directory, an optimizer or an object that cannot be saved.
         """
         running = self._on_disk("compiled.save")
         named = self._kept(running.engine, scheduler, objects)
@@ -387,11 +406,12 @@ class Compiled:
         objects: Mapping[str, Stateful] | None = None,
         missing_ok: bool = False,
     ) -> int:
-        """Take everything from a checkpoint, or from the newest of a directory of them; returns the step that it was saved with.
+        """Take everything from a checkpoint, or from the newest of a `directory` of them; returns the step that it was saved with.
 
-        It may have been saved on any mesh, or on one device. Each rank reads the boxes that it holds into tensors of its own, which take
-        the old ones' place when all ranks have all of theirs: an error, InputError with the file and the key, leaves everything as it
-        was. Without a checkpoint, `missing_ok` makes the result 0. Collective.
+        It may have been saved on any mesh, or on one device. `optimizer`, `scheduler` and `objects` take the states that `save` was given
+        under the same names. Each rank reads the boxes that it holds into tensors of its own, which take the old ones' place when all ranks
+        have all of theirs. Without a checkpoint, `missing_ok` makes the result 0. Collective. Raises InputError, with the file and the
+        key, for a checkpoint that is missing, cut short, of another model or of other types, and leaves everything as it was.
         """
         running = self._on_disk("compiled.load")
         named = self._kept(running.engine, scheduler, objects)
@@ -400,12 +420,16 @@ class Compiled:
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Whole tensors on the CPU under the keys of the user's model, tied twins and saved buffers too; `model.load_state_dict` takes it.
 
-        On rank 0, and an empty dictionary on the others; with `everywhere`, on all ranks. Collective: every rank calls it.
+        On rank 0, and an empty dictionary on the others; with `everywhere`, on all ranks. Collective. Raises InputError without the mesh's
+        processes.
         """
         return full_state_dict(self._on_disk("compiled.full_state_dict"), everywhere=everywhere)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write whole weights as the user's model does: through its `save_pretrained`, else one `model.safetensors`. Collective."""
+        """Write whole weights to `directory` as the user's model does: through its `save_pretrained`, else one `model.safetensors`.
+
+        Collective. Rank 0 writes, and has them in memory meanwhile. Raises InputError without the mesh's processes.
+        """
         save_pretrained(self._on_disk("compiled.save_pretrained"), Path(directory))
 
     @staticmethod
@@ -427,7 +451,11 @@ class Compiled:
 
         The batch is given by keywords, as the model's forward takes it: `compiled.train_step(**batch)`. Several steps before one of the
         optimizer add up their gradients, each of its own batch's loss: where their mean is wanted, the loss (or the learning rate)
-        is the caller's to divide.
+        is the caller's to divide. A batch of other sizes, or another mode of the model, may be captured anew.
+
+        Collective. Raises InputError for a batch that lacks inputs, has rows that cannot be divided, or differs between ranks, for a model
+        without a loss, and without the mesh's processes; what `tpcompile.compile` raises where it is captured anew, and Refused where the
+        new capture would cut a parameter otherwise.
         """
         capture, tensors = self._with_loss("train_step", args, batch, self.options.microbatches)
         assert self._engine is not None
@@ -439,7 +467,8 @@ class Compiled:
 
         The loss is the whole batch's, detached and the same on every rank; the outputs are those of `compiled(**batch)`, for this
         replica's rows. The model runs in the mode in which it is: `model.eval()` before the call captures it anew, for evaluation, and
-        `model.train()` turns back to the first capture. Gradients that wait for an optimizer stay as they are.
+        `model.train()` turns back to the first capture. Gradients that wait for an optimizer stay as they are. Collective. Raises what
+        `train_step` raises: InputError, or Refused where it is captured anew.
         """
         count = self.options.microbatches if self.mesh.pp > 1 else 1
         capture, tensors = self._with_loss("eval_step", args, batch, count)
@@ -469,7 +498,9 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this replica's rows, in its own type. Without a pipeline it can be differentiated.
 
-        With pp > 1 it is a forward without gradients; the output is on every rank. A loss is that of the whole batch.
+        With pp > 1 it is a forward without gradients; the output is on every rank. A loss is that of the whole batch. Collective. Raises
+        InputError for a batch that forward does not take or that cannot be divided, and without the mesh's processes; Refused where a
+        batch is captured anew and would cut a parameter otherwise.
         """
         batch = batches.bind(self.model.forward, args, kwargs)
         count = self.options.microbatches if self.mesh.pp > 1 else 1

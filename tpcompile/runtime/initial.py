@@ -40,10 +40,11 @@ class Initial:
 
     Every module's `reset_parameters()` is called, children before parents, and after it the `_init_weights(module)` of the nearest module
     around it that has one. A tied parameter is initialised by the module that names it first. The values depend on the seed and the
-    parameter's name alone: they are equal on every mesh, and not those of `torch.manual_seed(seed)` and the model's constructor.
+    parameter's name alone: they are equal on every mesh, and not those of `torch.manual_seed(seed)` and the model's constructor. Running
+    raises InputError for a parameter or a buffer that no initialiser gives values.
     """
 
-    seed: int = 0
+    seed: int = 0  # of all random numbers
 
 
 @dataclass(frozen=True)

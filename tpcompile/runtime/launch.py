@@ -55,11 +55,16 @@ def launch(
 ) -> list[Any]:
     """Run `fn(*args)` in one local process per rank of the mesh, and return what each rank returned.
 
-    `fn` is a function at the top of a module that the processes can import; its results must be picklable. The default process group
-    is there when it runs: gloo on "cpu", NCCL on "cuda" with one GPU per process; with `backend="recorded"` one that notes every
-    call (`tpcompile.runtime.recorded`). What rank 0 prints is seen, with `logs="all"` what all print. Raises InputError, before any
-    process starts, when they cannot be given `fn`, and ProcessError when one fails, or waits for another for more than `timeout` seconds;
-    all are ended then.
+    The default process group is there when it runs. Raises InputError, before any process starts, when they cannot be given `fn`, or
+    where there are fewer GPUs than ranks, and ProcessError when one fails; all are ended then.
+
+    - `fn`: a function at the top of a module that the processes can import; its results must be picklable.
+    - `mesh`: as for `tpcompile.compile`; `args`: what `fn` is given, picklable too.
+    - `device`: "cpu", or "cuda" with one GPU per process.
+    - `backend`: of the process group; gloo on "cpu" and NCCL on "cuda" by default. "recorded" notes every call
+      (`tpcompile.runtime.recorded`).
+    - `timeout`: for how many seconds a process waits for another.
+    - `logs`: "first": what rank 0 prints is seen; "all": what all print.
     """
     ranks = Mesh.of(mesh).size
     if device == "cuda" and torch.cuda.device_count() < ranks:

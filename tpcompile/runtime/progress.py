@@ -20,9 +20,11 @@ _LINES = 20  # where there is no terminal
 def progress(steps: int, *, start: int = 0, console: Console | None = None) -> Report:
     """A progress bar for the steps `start` to `steps`: on a terminal a bar, else some lines; on rank 0 alone.
 
-    with tpcompile.progress(1000, start=step) as report:
-        for … in …:
-            report.step(loss, tokens=batch["input_ids"].numel())
+    `console` is where it is drawn, standard output by default.
+
+        with tpcompile.progress(1000, start=step) as report:
+            for batch in batches:
+                report.step(loss, tokens=batch["input_ids"].numel())
     """
     return Report(steps, start, console or Console())
 
@@ -47,7 +49,7 @@ class Report:
         self._bar.stop()
 
     def step(self, loss: Tensor | float, *, tokens: int = 0) -> None:
-        """A step is done; `tokens` are those of the whole batch."""
+        """A step is done; `loss` is its loss, a number or a scalar, and `tokens` are those of the whole batch."""
         self._done += 1
         if not self._first:
             return

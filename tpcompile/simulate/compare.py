@@ -60,11 +60,19 @@ def check(
 ) -> Report:
     """Compile a model for a mesh, run all its ranks here in lockstep, and compare with the untouched model on the same batch.
 
-    Compared are the loss, every output, every gradient, and every parameter and buffer after `steps` steps of `optimizer` (SGD with a rate
-    of 1 unless `optimizer_settings` say otherwise). A model without a loss is given one: its outputs times fixed weights, summed. With
-    `dropout="exact"` dropout is compared too: the untouched model then runs under `tpcompile.testing.exact_dropout`; with "local" and
-    "fast", whose masks no single device has, it is off on both sides. No process group is needed. Tolerances follow the model's type.
-    Raises what `tpcompile.compile` raises.
+    Compared are the loss, every output, every gradient, and every parameter and buffer after a step of an optimizer. A model without a
+    loss is given one: its outputs times fixed weights, summed. No process group is needed. Tolerances follow the model's type. Raises
+    what `tpcompile.compile` raises, InputError, CaptureError and Refused, and InputError for a model on the meta device.
+
+    - `model`, `mesh`: as for `tpcompile.compile`.
+    - `example_inputs`: the whole batch; without it the model's `dummy_inputs`.
+    - `loss`, `microbatches`, `schedule`, `stages_per_rank`, `sequence_parallel`, `overrides`, `vocab_parallel`, `outputs`: as for
+      `tpcompile.compile`.
+    - `dropout`: with "exact" dropout is compared too: the untouched model then runs under `tpcompile.testing.exact_dropout`. With "local"
+      and "fast", whose masks no single device has, it is off on both sides.
+    - `optimizer`: the class that makes the step, `torch.optim.SGD` by default.
+    - `optimizer_settings`: its settings; for SGD a rate of 1 by default.
+    - `steps`: after how many steps parameters are compared.
     """
     placed = Mesh.of(mesh)
     inputs = example_inputs if example_inputs is not None else getattr(model, "dummy_inputs", None)

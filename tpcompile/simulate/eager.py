@@ -33,6 +33,7 @@ def exact_dropout(seed: int | None = None, *, step: int = 0) -> Iterator[None]:
 
     `seed` is by default that of torch's generator, as for a compiled model when it first runs. A forward and its backward may both be
     within, or the forward alone; each forward needs its own. The batch is the whole batch. Attention is computed without fused kernels.
+    Raises Refused, when the model draws them, for random numbers that have no such place.
     """
     numbers = _Numbers(torch.initial_seed() & (2**62 - 1) if seed is None else seed, step)
     with numbers.drawn():

@@ -21,8 +21,8 @@ class Tolerance:
     float32 inside leaves 1e-7 of that.
     """
 
-    loss: float
-    gradient: float
+    loss: float  # 1e-10 in float64
+    gradient: float  # 1e-9 in float64
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Divergence:
     """The first value that differs from one device's, in the order of the program; a gradient in the order of backward."""
 
     kind: str  # "parameter", "value" or "gradient"
-    name: str
-    error: float
-    stage: int
-    source: str
+    name: str  # as compiled.history prints it; of a parameter its name in the model
+    error: float  # of a value beside its largest element, of a gradient beside the model's largest
+    stage: int  # where it is made
+    source: str  # the model's line
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name} in stage {self.stage}, off by {self.error:.1e}" + (f", from {self.source}" if self.source else "")
@@ -43,24 +43,25 @@ class Divergence:
 class Report:
     """The compiled model beside the untouched one. Errors of gradients and parameters count the model's largest gradient."""
 
-    mesh: str
-    tolerance: Tolerance
-    loss: float
-    loss_error: float
-    output_error: float
-    grad_errors: Mapping[str, float]
-    parameter_errors: Mapping[str, float]
+    mesh: str  # on which its ranks were run
+    tolerance: Tolerance  # what is allowed
+    loss: float  # of the untouched model
+    loss_error: float  # relative, for a loss above 1
+    output_error: float  # the largest of all outputs, beside its largest element
+    grad_errors: Mapping[str, float]  # by the parameter's name
+    parameter_errors: Mapping[str, float]  # after the steps, by name
     skipped: int = 0  # elements whose gradient is too small for the optimizer's step to be compared
     capture_error: float = 0.0  # the captured graph beside the untouched model, before anything is cut
-    first_divergence: Divergence | None = None
-    notes: tuple[str, ...] = ()
+    first_divergence: Divergence | None = None  # where to look, if the numbers differ
+    notes: tuple[str, ...] = ()  # what was not compared, and why
     traffic: tuple[Total, ...] = ()  # what the ranks of one replica handed to each other in the first step
     traffic_errors: tuple[str, ...] = ()  # where the compiler's formulas say otherwise
-    parameter_tolerance: float = field(default=0.0)
+    parameter_tolerance: float = field(default=0.0)  # what is allowed for parameter_errors
     buffer_errors: Mapping[str, float] = field(default_factory=dict)  # of those that forward updates; relative to their largest element
 
     @property
     def ok(self) -> bool:
+        """Whether all errors are within their tolerances, and the traffic is what the formulas say."""
         worst = max([*self.grad_errors.values(), *self.buffer_errors.values(), self.capture_error], default=0.0)
         close = self.loss_error <= self.tolerance.loss and max(self.output_error, worst) <= self.tolerance.gradient
         return close and not self.traffic_errors and max(self.parameter_errors.values(), default=0.0) <= self.parameter_tolerance

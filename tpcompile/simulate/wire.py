@@ -34,11 +34,11 @@ class Moved:
 class Total:
     """The calls of one kind that a rank of a stage made in a step."""
 
-    stage: int
-    axis: str
-    direction: str
-    call: str
-    count: int
+    stage: int  # the place along the pipeline
+    axis: str  # "tp", "pp" or "dp"
+    direction: str  # "forward", "backward" or "step"
+    call: str  # all_reduce, all_gather, reduce_scatter, broadcast or send
+    count: int  # of a rank's calls
     bytes: int | None  # None where a formula has a size that only a run of the model gives
 
 
