@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from tpcompile.ir import PerRank
+from tpcompile.passes._chain import spelled
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,19 @@ def _module(tree: Tree) -> str:
         return tree.made or "nn.Module()"
     made = [_module(child) for child in tree.children.values()]
     if tree.kind == "dict":
+        if len(set(made)) == 1 and len(made) > 3 and "\n" not in made[0] and (following := _following(list(tree.children))):
+            return f"nn.ModuleDict({{str(i): {made[0]} for i in {spelled(following)}}})"
         return "nn.ModuleDict({" + ", ".join(f"{quoted(name)}: {child}" for name, child in zip(tree.children, made, strict=True)) + "})"
     if len(set(made)) == 1 and len(made) > 1 and "\n" not in made[0]:
         return f"nn.ModuleList({made[0]} for _ in range({len(made)}))"
     return "nn.ModuleList([" + ", ".join(made) + "])"
+
+
+def _following(names: list[str]) -> range | None:
+    """The numbers of which these names are, one after the other."""
+    start = int(names[0]) if names[0].isdecimal() else 0
+    found = range(start, start + len(names))
+    return found if names == [str(number) for number in found] else None
 
 
 def _tensor(owner: str, name: str, held: Held, numbers: Numbers) -> str:

@@ -16,6 +16,7 @@ from tpcompile.errors import TpcompileError
 from tpcompile.ir import PerRank, Program, Stage
 from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._applied import import_lines, imported
+from tpcompile.passes._chain import folded
 from tpcompile.passes._cores import arranged, cores_of
 from tpcompile.passes._parts import Part
 from tpcompile.passes._source import (
@@ -203,7 +204,9 @@ class _Writer:
                 raise TpcompileError(f"placeholder {node.name} of stage {self.stage.index} is no parameter, buffer, constant or input")
         signature = self._signature("forward", arguments, scope)
         output = self.stage.graph.output_node()
-        body = self._statements(self.parts, scope, set(output.all_input_nodes), {}, self._device(self.tree, arguments, scope), calls)
+        body = folded(
+            self._statements(self.parts, scope, set(output.all_input_nodes), {}, self._device(self.tree, arguments, scope), calls)
+        )
         values = [scope.names[value] if isinstance(value, fx.Node) else repr(value) for value in output.args[0]]  # type: ignore[union-attr]
         count = len(values) - len(self.stage.updates)
         new = dict(zip(self.stage.updates, values[count:], strict=True))

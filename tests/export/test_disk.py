@@ -18,10 +18,12 @@ import transformers
 from torch import Tensor, nn
 
 import tpcompile
+from tpcompile.demo.model import GPT, Config
 from tpcompile.errors import InputError
 from tpcompile.export.numbers import decode, encode
 from tpcompile.export.read import Saved
 from tpcompile.layout import symbol
+from tpcompile.passes._chain import folded
 
 
 def batches(model: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
@@ -111,6 +113,37 @@ def test_golden(tmp_path: Path, model: str, golden: Callable[..., None]) -> None
     written(tmp_path, model)
     for stage in range(2):
         golden((tmp_path / f"stage_{stage}.py").read_text(), f"{model}_stage_{stage}")
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
+def test_a_source_does_not_grow_with_the_depth(tmp_path: Path, mesh: str) -> None:
+    """Equal layers are a class, a line that makes them, and a loop; the program with the loop computes what the model does."""
+    ids = torch.randint(97, (4, 12), generator=torch.Generator().manual_seed(0))
+    batch, sources = {"input_ids": ids, "labels": ids}, {}
+    for layers in (12, 20):
+        torch.manual_seed(0)
+        model = GPT(Config(layers=layers, heads=2, hidden=8, inner=10)).double()
+        tpcompile.compile(model, mesh, batch).emit(tmp_path / str(layers))
+        sources[layers] = [file.read_text().splitlines() for file in sorted((tmp_path / str(layers)).glob("stage_*.py"))]
+    assert [len(lines) for lines in sources[12]] == [len(lines) for lines in sources[20]]
+    loops = [line.strip() for lines in sources[20] for line in lines if line.lstrip().startswith("for i in")]
+    assert loops == (["for i in range(19):"] if mesh == "tp=2" else ["for i in range(10):", "for i in range(11, 19):"])
+    tpcompile.testing.assert_parity(model, mesh, batch)
+
+
+def test_calls_that_differ_are_no_loop() -> None:
+    def calls(*last: str) -> list[str]:
+        return [f"x{n + 1} = self.h[{n}](x{n}, mask); del x{n}" for n in range(4)] + list(last)
+
+    assert folded(calls("y = x4 + mask")) == ["x4 = x0; del x0", "for i in range(4):", "    x4 = self.h[i](x4, mask)", "y = x4 + mask"]
+    assert folded(calls("i = x4 + mask"))[1] == "for i_1 in range(4):"
+    assert folded(calls()[:3]) == calls()[:3]
+    for other in ("x5 = self.h[5](x4, mask); del x4", "x5 = self.g[4](x4, mask); del x4", "x5 = self.h[4](x4); del x4"):
+        assert folded(calls(other))[3:] == [other]
+    for other in ("x5 = self.h[4](mask, x4); del x4", "x5 = self.h[4](x4, mask); del mask", "x5, z = self.h[4](x4, mask); del x4"):
+        assert folded(calls(other))[3:] == [other]
+    kept = [line.partition(";")[0] for line in calls()]
+    assert folded(kept) == kept, "what others read later is kept"
 
 
 def test_replicas_share_weights(tmp_path: Path) -> None:
