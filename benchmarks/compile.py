@@ -6,12 +6,14 @@
     python benchmarks/compile.py --meshes "tp=8 dp=2048,tp=8"                 rank 0 of 8 and of 16,384
     python benchmarks/compile.py --ranks                                      the last two, in turn, --repeat times; their ratio
     python benchmarks/compile.py --processor                                  processor time, which others on a machine lengthen less
+    python benchmarks/compile.py --emit --models llama-405b --meshes pp=2,tp=8    the sources of all ranks to disk, too
     python benchmarks/compile.py --json rows.json
 
 Models are on the meta device. The clock starts when torch, transformers and tpcompile are imported, with all of torch that is imported
 on its first use, and the model is made. "compile" is `tpcompile.compile`, from capture to the checked schedule; "rank" is
 `compiled.program(0)`, the finished modules of one rank; "verify" is what the checks between passes take of compile. "MB" is the peak of
-the process, and "imports" what it was before the clock started. Of `--repeat` runs the fastest counts.
+the process, and "imports" what it was before the clock started. "emit" is `compiled.emit`,
+of it "plan.txt" the estimates. Of `--repeat` runs the fastest counts.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -69,6 +72,7 @@ class Row:
     mesh: str = ""
     layers: int = 0  # 0: as many as the model has
     processor: bool = False  # seconds of the processor, not of the clock on the wall
+    emit: bool = False  # whether the program is written to disk as well
     seconds: dict[str, float] = field(default_factory=dict)
     megabytes: int = 0
     imports: int = 0
@@ -145,8 +149,27 @@ def compiled(model: Any, batch: dict[str, Any], row: Row) -> tuple[dict[str, flo
     program = made.program(0)
     end = row.clock()
     passes = {name: step.seconds for name, step in made.history.items()}
-    times = {"compile": middle - start, "rank": end - middle, **passes, "verify": checking}
+    times = {"compile": middle - start, "rank": end - middle, **passes, "verify": checking, **(emitted(made, row) if row.emit else {})}
     return times, sum(len(graph.nodes) for graph in program.graphs)
+
+
+def emitted(made: Any, row: Row) -> dict[str, float]:
+    """The sources, the manifest and the plan of all ranks; of a model on the meta device, no weights."""
+    from tpcompile.export import write
+
+    plan, planning = write.write_plan, 0.0
+
+    def timed(*args: Any) -> None:
+        nonlocal planning
+        start = row.clock()
+        plan(*args)
+        planning += row.clock() - start
+
+    write.write_plan = timed
+    with tempfile.TemporaryDirectory() as directory:
+        start = row.clock()
+        made.emit(directory)
+        return {"emit": row.clock() - start, "plan.txt": planning}
 
 
 def exported(model: Any, batch: dict[str, Any], row: Row) -> tuple[dict[str, float], int]:
@@ -199,11 +222,27 @@ def chosen(args: argparse.Namespace) -> Iterator[Row]:
                     if way == "pipeline()" and sizes == "dynamic":
                         continue  # it has no such sizes
                     for mesh in args.meshes.split() if way == "tpcompile" else [""]:
-                        yield Row(way, model, sizes, mesh, layers, args.processor)
+                        yield Row(way, model, sizes, mesh, layers, args.processor, args.emit and way == "tpcompile")
 
 
 def shown(rows: Sequence[Row]) -> Table:
-    table = Table("model", "layers", "sizes", "", "compile, s", "capture", "passes", "verify", "rank", "MB", "imports", "nodes", box=None)
+    table = Table(
+        "model",
+        "layers",
+        "sizes",
+        "",
+        "compile, s",
+        "capture",
+        "passes",
+        "verify",
+        "rank",
+        "emit",
+        "plan.txt",
+        "MB",
+        "imports",
+        "nodes",
+        box=None,
+    )
     for column in table.columns[4:]:
         column.justify = "right"
     for row in rows:
@@ -211,8 +250,9 @@ def shown(rows: Sequence[Row]) -> Table:
         if row.failed:
             table.add_row(row.model, str(row.layers or ""), row.sizes, name, row.failed)
             continue
-        passes = sum(s for n, s in row.seconds.items() if n not in ("compile", "rank", "capture", "verify"))
+        passes = sum(s for n, s in row.seconds.items() if n not in ("compile", "rank", "capture", "verify", "emit", "plan.txt"))
         parts = [row.seconds.get("capture"), passes if "capture" in row.seconds else None, row.seconds.get("verify"), row.seconds["rank"]]
+        parts += [row.seconds.get("emit"), row.seconds.get("plan.txt")]
         cells = ["" if part is None else f"{part:.2f}" for part in parts]
         memory = (str(row.megabytes), str(row.imports), str(row.nodes))
         table.add_row(row.model, str(row.layers), row.sizes, name, f"{row.seconds['compile']:.2f}", *cells, *memory)
@@ -250,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--ways", default=",".join(WAYS), help=f"default: {','.join(WAYS)}")
     made.add_argument("--meshes", default=EIGHT, help=f"separated by spaces (default: {EIGHT})")
     made.add_argument("--ranks", action="store_true", help="rank 0 of 8 and of 16,384, of the first model and the last of sizes")
+    made.add_argument("--emit", action="store_true", help="write the sources of all ranks as well")
     made.add_argument("--processor", action="store_true", help="seconds of processor time, not of the clock on the wall")
     made.add_argument("--repeat", type=int, default=1, metavar="N", help="processes for a row, of which the fastest counts")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
