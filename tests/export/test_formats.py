@@ -84,6 +84,8 @@ def test_onnx_keeps_names_and_open_sizes(tmp_path: Path) -> None:
     assert all(dim.dim_param for dim in ids.type.tensor_type.shape.dim)
     kinds = {(node.domain, node.op_type) for node in made.graph.node if node.domain}
     assert kinds == {("com.microsoft", "AllReduce"), ("com.microsoft", "AllGather")}
+    scopes = [prop.value for node in made.graph.node for prop in node.metadata_props if prop.key == "pkg.torch.onnx.name_scopes"]
+    assert all(any(f"'model.layers.{layer}'" in scope for scope in scopes) for layer in range(2)), "nodes are grouped by layer"
 
 
 def test_random_numbers_are_refused(tmp_path: Path) -> None:
@@ -99,6 +101,16 @@ def test_pt2_and_onnx_do_what_the_sources_do(tmp_path: Path, name: str, mesh: st
     tpcompile.compile(model, mesh, batch).emit(tmp_path, formats=["onnx", "pt2"])
     found = check_formats(tmp_path)
     assert found.keys() == {"onnx", "pt2"} and all(worst < 1e-5 for worst in found.values())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_pt2_is_what_the_sources_are(tmp_path: Path, name: str, mesh: str) -> None:
+    model, batch = model_of(name)
+    tpcompile.compile(model, mesh, batch).emit(tmp_path, formats=["pt2"])
+    assert check_formats(tmp_path)["pt2"] < 1e-5
 
 
 def test_random_numbers_are_not_compared(tmp_path: Path) -> None:
