@@ -127,8 +127,22 @@ def traced(rank: int, size: int, group: str) -> None:
     assert seen == {"gloo:all_reduce": claimed["all_reduce"], "gloo:all_gather": claimed["all_gather"]}, seen
 
 
+def under_way(rank: int, size: int, group: str) -> None:
+    """In backward of linears that gather again, products are computed between a collective and the wait for it, as a trace shows."""
+    start, count = collectives.piece(7, rank, size)
+    x = torch.rand(2, 7, 4)[:, start : start + count].clone().requires_grad_()
+    (made,) = torch.ops.tpcompile.seq_linear(x, group, 1, 7, [torch.rand(3, 4, requires_grad=True)], [])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        made.sum().backward()
+    told = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter", "wait_tensor": "wait", "mm": "product"}
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    seen = [told[event.name.rpartition("::")[2]] for event in events if event.name.rpartition("::")[2] in told]
+    assert seen == ["gather", "product", "scatter", "wait", "product", "wait"], seen
+
+
 def everything(rank: int, size: int, group: str) -> None:
     forward_and_backward(rank, size, group)
+    under_way(rank, size, group)
     traced(rank, size, f"{collectives.unbound('tp', rank, size)}={group}")
     misplaced = nn.Module()
     misplaced.tp = collectives.unbound("tp", (rank + 1) % size, size)  # type: ignore[assignment]

@@ -7,6 +7,7 @@ transport, and cut after.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,35 +28,53 @@ def piece(length: int, coordinate: int, parts: int) -> tuple[int, int]:
 
 def all_gather_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
     """All coordinates' pieces, put together."""
+    return start_gather(x, axis, dim, length)()
+
+
+def start_gather(x: Tensor, axis: str, dim: int, length: int) -> Callable[[], Tensor]:
+    """The same, under way: what is computed before the result is asked for runs meanwhile."""
     parts = place(axis)[1]
     if parts == 1:
-        return x.clone(memory_format=torch.contiguous_format)
+        return partial(x.clone, memory_format=torch.contiguous_format)
     longest = -(-length // parts)
     rows = _padded(x.movedim(dim, 0), longest)
-    if rows.numel():
-        functional = torch.ops._c10d_functional
-        rows = functional.wait_tensor.default(functional.all_gather_into_tensor.default(rows, parts, group_of(axis)))
-    else:
-        rows = rows.new_zeros([longest * parts, *rows.shape[1:]])
-    if length % parts:
-        rows = torch.cat([rows.narrow(0, c * longest, piece(length, c, parts)[1]) for c in range(parts)])
-    return rows.movedim(0, dim).contiguous()
+    functional, sent = torch.ops._c10d_functional, bool(rows.numel())
+    if sent:
+        rows = functional.all_gather_into_tensor.default(rows, parts, group_of(axis))
+
+    def finish() -> Tensor:
+        made: Tensor = functional.wait_tensor.default(rows) if sent else rows.new_zeros([longest * parts, *rows.shape[1:]])
+        if length % parts:
+            made = torch.cat([made.narrow(0, c * longest, piece(length, c, parts)[1]) for c in range(parts)])
+        return made.movedim(0, dim).contiguous()
+
+    return finish
 
 
 def reduce_scatter_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
     """This coordinate's piece of the sum over all."""
+    return start_scatter(x, axis, dim, length)()
+
+
+def start_scatter(x: Tensor, axis: str, dim: int, length: int) -> Callable[[], Tensor]:
+    """The same, under way."""
     coordinate, parts = place(axis)
     if parts == 1:
-        return x.clone(memory_format=torch.contiguous_format)
+        return partial(x.clone, memory_format=torch.contiguous_format)
     longest, (_, own) = -(-length // parts), piece(length, coordinate, parts)
     rows = x.movedim(dim, 0)
     if length % parts:
         rows = torch.cat([_padded(rows.narrow(0, *piece(length, c, parts)), longest) for c in range(parts)])
     rows = rows.to(summed_in(x.dtype)).contiguous()
-    if rows.numel():
-        functional = torch.ops._c10d_functional
-        rows = functional.wait_tensor.default(functional.reduce_scatter_tensor.default(rows, "sum", parts, group_of(axis)))
-    return rows.to(x.dtype).narrow(0, 0, own).movedim(0, dim).contiguous()
+    functional, sent = torch.ops._c10d_functional, bool(rows.numel())
+    if sent:
+        rows = functional.reduce_scatter_tensor.default(rows, "sum", parts, group_of(axis))
+
+    def finish() -> Tensor:
+        made: Tensor = functional.wait_tensor.default(rows) if sent else rows
+        return made.to(x.dtype).narrow(0, 0, own).movedim(0, dim).contiguous()
+
+    return finish
 
 
 def own_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
