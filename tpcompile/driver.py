@@ -26,6 +26,7 @@ from tpcompile.messages import run_again, stage_messages
 from tpcompile.passes._dropout import drops
 from tpcompile.passes._parts import arrange
 from tpcompile.passes._units import units
+from tpcompile.passes.attend import attend
 from tpcompile.passes.capture import capture, other_path
 from tpcompile.passes.cast import cast
 from tpcompile.passes.delay import delay
@@ -64,6 +65,7 @@ class Options:
     sequence_parallel: bool | Literal["regather"] = True
     vocab_parallel: bool = True
     outputs: Literal["all", "loss"] = "all"
+    attention: Literal["normal", "written"] = "normal"
     dynamic: bool = True
     recompute: str = "none"  # or "full", "selective"
     precision: str | None = None  # or "bf16", "fp16"
@@ -83,6 +85,13 @@ def check_outputs(outputs: str) -> None:
     """Raises InputError for a value of `outputs` that is none."""
     if outputs not in ("all", "loss"):
         raise InputError(f"outputs={outputs!r}", at="compile", source=caller(), fix='use outputs="all" or outputs="loss"')
+
+
+def check_attention(attention: str) -> None:
+    """Raises InputError for a value of `attention` that is none."""
+    if attention not in ("normal", "written"):
+        fix = 'use attention="normal" or attention="written"'
+        raise InputError(f"attention={attention!r}", at="compile", source=caller(), fix=fix)
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,8 @@ def lower_captured(
     `types` are those in which ranks hold the parameters, by qualified name, where the model computes in others.
     """
     log = log or Log()
-    normal = verify(log.run("normalize", captured, lambda: normalize(captured, options.dropout)))
+    spelled = verify(log.run("normalize", captured, lambda: normalize(captured, options.dropout)))
+    normal = verify(log.run("attend", spelled, lambda: attend(spelled))) if options.attention == "normal" else spelled
     _refuse_random(normal, mesh)
     witness = _witness(model, batch, normal, options, mesh)
     accepted = [name for name, wish in options.overrides.items() if wish == ACCEPTED]
@@ -279,7 +289,8 @@ def _witness(model: nn.Module, batch: Mapping[str, Any], program: Program, optio
                 return type(value)(doubled(item, f"{path}.{index}") for index, item in enumerate(value))
         return value
 
-    return normalize(capture(model, doubled(dict(batch), ""), loss=options.loss, dynamic=options.dynamic), options.dropout)
+    more = normalize(capture(model, doubled(dict(batch), ""), loss=options.loss, dynamic=options.dynamic), options.dropout)
+    return attend(more) if options.attention == "normal" else more
 
 
 def _rows(program: Program, name: str) -> object:

@@ -215,6 +215,8 @@ def _says(step: Step) -> str:
             return f"{len(regions)} regions cut, {len(whole)} left whole"
         case Program() if step.name == "divide_loss" and step.made.undivided:
             return f"a batch must stay in one piece: {step.made.undivided}"
+        case Program() if step.name == "attend":
+            return "; ".join(step.made.attention) or _changed(step)
         case tuple() if _all(step.made, Cone):
             ends = sum(bool(cone.columns) or (cone.kind == "vocabulary" and bool(cone.layouts)) for cone in step.made)
             return f"{ends} of {len(step.made)} places may end a region"

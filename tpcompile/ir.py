@@ -105,6 +105,7 @@ class Program:
     guards: Guards | None = None  # None: a program that no capture made
     witness: Program | None = None  # of the same model for more rows, where this one was captured for a single row
     notes: tuple[str, ...] = ()  # what the capture left out, in words
+    attention: tuple[str, ...] = ()  # which attentions were written in another way, and why others were not, in words
     repeated: tuple[str, ...] = ()  # which layers were captured as copies of which, and why others were not, in words
 
     def nodes(self) -> Mapping[str, fx.Node]:

@@ -1,0 +1,224 @@
+"""attend: one operation for attention, which is told what its mask is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tpcompile.gradients import trained, with_gradient
+from tpcompile.ir import Draft, Program
+from tpcompile.layout import Size, TensorType
+from tpcompile.operation import argument, op_name
+from tpcompile.passes._attention import SOFTMAX, Left, Written, written
+from tpcompile.passes._dropout import ATTENTION, OPERANDS, broadcast
+from tpcompile.passes._indices import ALWAYS, NEVER, Condition, at_least_zero, index
+from tpcompile.passes._masks import Masks, cases_of, masks_of
+from tpcompile.passes._numbers import numbers_of
+
+aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+
+
+def attend(program: Program) -> Program:
+    """Write attention as one operation, and a causal mask as its option, where that computes the same.
+
+    before  %m = le(%k, %q) : bool[b, 1, s, s]                               after  (gone)
+            %y = scaled_dot_product_attention(%x, %x1, %x2, %m)                     %y = scaled_dot_product_attention(%x, %x1, %x2, None, 0.0, True)
+
+    before  %s = mul(matmul(%x, transpose(%x1, 2, 3)), 0.25)                 after  %y = scaled_dot_product_attention(%x, %x1, %x2, %m, scale=0.25)
+            %y = matmul(softmax(add(%s, %m), -1), %x2)
+
+    before  %k = repeat_interleave(%x1, 2, 1), %v = repeat_interleave(%x2, 2, 1)
+            %y = scaled_dot_product_attention(%x, %k, %v) : bf16[b, 8, s, 64]
+    after   %y = scaled_dot_product_attention(%x, %x1, %x2, enable_gqa=True)
+    """
+    places = [node.name for node in program.graph.nodes if node.op == "call_function" and op_name(node) in (ATTENTION, *SOFTMAX)]
+    if not places:
+        return program
+    draft = Draft(program)
+    attention = _Attention(draft, masks_of(program), with_gradient(program.graph, trained(program), program.types))
+    for name in places:
+        attention.rewrite(draft.nodes[name])
+    said = tuple(f"{count} {what}" for what, count in attention.said.items())
+    return replace(draft.freeze(), attention=said)
+
+
+class _Attention:
+    """The attentions of a draft, one after the other, and what is said of them."""
+
+    def __init__(self, draft: Draft, masks: Masks, flowing: Collection[str]) -> None:
+        self.draft, self.masks, self.flowing = draft, masks, flowing
+        self.numbers = numbers_of(draft.program, masks)
+        self.same = {name: value[0][0] for name, each in masks.values.items() if (value := cases_of(each)) and len(value) == 1}
+        self.said: Counter[str] = Counter()
+
+    def rewrite(self, node: fx.Node) -> None:
+        if op_name(node) == ATTENTION:
+            self.name_mask(node)
+            self.share_heads(node)
+            return
+        try:
+            found = written(node, self.draft.types, self.same)
+            if found is not None:
+                self.join(node, found)
+                self.said["written out, now one operation"] += 1
+        except Left as reason:
+            self.said[f"left as written: {reason}"] += 1
+
+    # --- masks
+
+    def name_mask(self, node: fx.Node) -> None:
+        """Drop a mask that hides nothing, and make one that is causal an option."""
+        query, key, _, mask, p, _, scale, grouped = (argument(node, name) for name in OPERANDS)
+        if mask is None:
+            return
+        lengths = [self.draft.types[each.name].shape[-2] for each in (query, key)]  # type: ignore[union-attr]
+        kind, reason = self.kind(mask, lengths, self.draft.types[query.name].dtype)  # type: ignore[union-attr]
+        if not kind:
+            self.said[f"with a mask that stays: {reason}"] += 1
+            return
+        self.said["whose mask is causal" if kind == "causal" else "whose mask hides nothing"] += 1
+        kwargs = {} if scale is None else {"scale": scale}
+        kwargs |= {"enable_gqa": True} if grouped else {}
+        node.args, node.kwargs = (*node.args[:3], *((None, p, True) if kind == "causal" else (None, p) if p else ())), kwargs
+
+    def kind(self, mask: fx.Node, lengths: list[Size], dtype: torch.dtype) -> tuple[str, str]:
+        """ "causal", "all" for a mask that hides nothing, or "" and why it is neither."""
+        cases = cases_of(self.masks.values.get(mask.name))
+        own = self.draft.types[mask.name]
+        if cases is None or not isinstance(own, TensorType):
+            return "", self.masks.why.get(mask.name, "it counts")
+        if own.dtype == torch.bool:
+            where = dict(cases).get(True, NEVER)
+            return self.shown(where, own, lengths)
+        for number, _ in cases:
+            if number != 0 and number > lowest(dtype):
+                return "", f"it adds {number:g}"
+        return self.shown(dict(cases).get(0.0, NEVER), own, lengths)
+
+    def shown(self, where: Condition, own: TensorType, lengths: list[Size]) -> tuple[str, str]:
+        """The same, of what is shown where a condition holds."""
+        if where == ALWAYS:
+            return "all", ""
+        rank = len(own.shape)
+        if rank < 2 or where != at_least_zero(index(rank - 2).plus(index(rank - 1), -1), own.shape):
+            return "", "it is not causal"
+        if not own.shape[-2] == own.shape[-1] == lengths[0] == lengths[1]:
+            return "", "queries and keys are not known to be as many"
+        return "causal", ""
+
+    # --- heads
+
+    def share_heads(self, node: fx.Node) -> None:
+        """Let query heads share key/value heads inside the operation, where all of torch's fused kernels can.
+
+        In 16 bits and without a mask they do. In float32, CUDA has no fused kernel that shares heads.
+        """
+        query, key, value, mask, _, _, _, grouped = (argument(node, name) for name in OPERANDS)
+        repeats = [each for each in (key, value) if op_name(each) == "aten.repeat_interleave.self_int"]
+        if len(repeats) < 2 or grouped:
+            return
+        kind, own = self.draft.types[query.name], [self.draft.types[each.args[0].name] for each in repeats]
+        times = {argument(each, "repeats") for each in repeats}
+        dims = {argument(each, "dim") % len(kind.shape) if argument(each, "dim") is not None else None for each in repeats}
+        if len(kind.shape) != 4 or dims != {1} or len(times) > 1 or own[0].shape[1] != own[1].shape[1]:
+            return
+        (count,) = times
+        if not isinstance(count, int) or kind.shape[1] != count * own[0].shape[1]:
+            return
+        if mask is not None or kind.dtype not in HALF:
+            self.said["whose key/value heads are repeated: " + ("it has a mask" if mask is not None else "not in 16 bits")] += 1
+            return
+        node.args = (query, *(each.args[0] for each in repeats), *node.args[3:])
+        node.kwargs = {**node.kwargs, "enable_gqa": True}
+        self.said["that shares key/value heads"] += 1
+
+    # --- what is written out
+
+    def join(self, softmax: fx.Node, found: Written) -> None:
+        draft, kind = self.draft, self.draft.types[found.query.name]
+        key_length = draft.types[found.turned.name].shape[-1]  # type: ignore[union-attr]
+        assert isinstance(kind, TensorType)
+        causal, mask_nodes = self.hidden(found, [kind.shape[-2], key_length], kind.dtype)
+        with draft.graph.inserting_before(found.out):
+            key = self.turned(found.turned, softmax)
+            mask = self.mask(mask_nodes, found, softmax)
+            scale = 1 / math.sqrt(kind.shape[-1]) if isinstance(kind.shape[-1], int) else None
+            kwargs = {} if found.scale == scale else {"scale": found.scale}
+            more: tuple[Any, ...] = (None, 0.0, True) if causal else (mask,) if mask is not None else ()
+            args = (found.query, key, found.value, *more)
+            made = draft.call(aten.scaled_dot_product_attention.default, *args, type=draft.types[found.out.name], like=softmax, **kwargs)
+        draft.replace(found.out, made)
+
+    def hidden(self, found: Written, lengths: list[Size], dtype: torch.dtype) -> tuple[bool, list[fx.Node]]:
+        """Whether an attention is causal, and else what is added to its scores. Raises Left.
+
+        A number that is as low as can be hides a key as -inf does where another key of its row is seen: its weight is exp of less than
+        -10,000, which is 0 in all types. Causal rows see themselves. Of other masks a row may hide all keys: they are added as they are.
+        """
+        causal, kept = False, []
+        for condition, number, seen in found.filled:
+            value = self.same.get(number.name) if isinstance(number, fx.Node) else number
+            if not isinstance(value, (int, float)) or value > lowest(dtype):
+                raise Left(f"it fills {value:g} into its scores" if isinstance(value, (int, float)) else "it fills in what is no number")
+            cases, own = cases_of(self.masks.values.get(condition.name)), self.draft.types[condition.name]
+            assert isinstance(own, TensorType)
+            if cases is None:
+                raise Left(f"it fills in by a mask: {self.masks.why.get(condition.name, 'it counts')}")
+            kind, reason = self.shown(dict(cases).get(seen, NEVER), own, lengths)
+            if not kind:
+                raise Left(f"it fills in by a mask: {reason}")
+            causal |= kind == "causal"
+        filled = causal
+        for each in found.added:
+            kind, _ = self.kind(each, lengths, dtype)
+            causal |= kind == "causal"
+            kept += [each] if kind == "" else []
+        if kept and filled:
+            raise Left("it has a mask that fills in and one that is added")
+        for each in kept:
+            self.refuse_mask(each, dtype)
+        return causal and not kept, [each for each in found.added if self.kind(each, lengths, dtype)[0] != "all"] if kept else []
+
+    def refuse_mask(self, mask: fx.Node, dtype: torch.dtype) -> None:
+        own = self.draft.types[mask.name]
+        assert isinstance(own, TensorType)
+        if mask.name in self.flowing:
+            raise Left("its mask is learned")
+        if own.dtype != dtype:
+            raise Left("its mask is of another type")
+        if not all(math.isfinite(number) for number in self.numbers.get(mask.name, (math.inf,))):
+            raise Left("its mask is not known to be finite: of a row without keys, one operation makes 0 and softmax nan")
+
+    def turned(self, value: fx.Node, like: fx.Node) -> fx.Node:
+        """The keys of their transpose."""
+        if op_name(value) == "aten.transpose.int" and {argument(value, name) % 4 for name in ("dim0", "dim1")} == {2, 3}:
+            return value.all_input_nodes[0]
+        kind = self.draft.types[value.name]
+        assert isinstance(kind, TensorType)
+        turned = TensorType(kind.dtype, (*kind.shape[:2], kind.shape[3], kind.shape[2]))
+        return self.draft.call(aten.transpose.int, value, 2, 3, type=turned, like=like)
+
+    def mask(self, added: list[fx.Node], found: Written, like: fx.Node) -> fx.Node | None:
+        """The sum of masks, of two or four dimensions."""
+        if not added:
+            return None
+        total, scores = added[0], self.draft.types[found.scores.name]
+        for each in added[1:]:
+            shape = broadcast(self.draft.types[total.name].shape, self.draft.types[each.name].shape)  # type: ignore[union-attr]
+            total = self.draft.call(aten.add.Tensor, total, each, type=replace(scores, shape=shape), like=like)  # type: ignore[arg-type]
+        while len(shape := self.draft.types[total.name].shape) not in (2, 4):  # type: ignore[union-attr]
+            wider = replace(scores, shape=(1, *shape))  # type: ignore[arg-type]
+            total = self.draft.call(aten.unsqueeze.default, total, 0, type=wider, like=like)
+        return total
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Half of the lowest number of float32, or of a narrower type: what is below hides a key."""
+    return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min) / 2
