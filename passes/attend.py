@@ -28,11 +28,13 @@ HALF = (torch.bfloat16, torch.float16)
 def attend(program: Program) -> Program:
     """Write attention as one operation, and a causal mask as its option, where that computes the same.
 
-    before  %m = le(%k, %q) : bool[b, 1, s, s]                               after  (gone)
-            %y = scaled_dot_product_attention(%x, %x1, %x2, %m)                     %y = scaled_dot_product_attention(%x, %x1, %x2, None, 0.0, True)
+    before  %m = le(%k, %q) : bool[b, 1, s, s]
+            %y = scaled_dot_product_attention(%x, %x1, %x2, %m)
+    after   %y = scaled_dot_product_attention(%x, %x1, %x2, None, 0.0, True)
 
-    before  %s = mul(matmul(%x, transpose(%x1, 2, 3)), 0.25)                 after  %y = scaled_dot_product_attention(%x, %x1, %x2, %m, scale=0.25)
+    before  %s = mul(matmul(%x, transpose(%x1, 2, 3)), 0.25)
             %y = matmul(softmax(add(%s, %m), -1), %x2)
+    after   %y = scaled_dot_product_attention(%x, %x1, %x2, %m, scale=0.25)
 
     before  %k = repeat_interleave(%x1, 2, 1), %v = repeat_interleave(%x2, 2, 1)
             %y = scaled_dot_product_attention(%x, %k, %v) : bf16[b, 8, s, 64]
@@ -58,6 +60,11 @@ class _Attention:
         self.same = {name: value[0][0] for name, each in masks.values.items() if (value := cases_of(each)) and len(value) == 1}
         self.said: Counter[str] = Counter()
 
+    def type(self, node: fx.Node) -> TensorType:
+        found = self.draft.types[node.name]
+        assert isinstance(found, TensorType)
+        return found
+
     def rewrite(self, node: fx.Node) -> None:
         if op_name(node) == ATTENTION:
             self.name_mask(node)
@@ -66,8 +73,8 @@ class _Attention:
         try:
             found = written(node, self.draft.types, self.same)
             if found is not None:
-                self.join(node, found)
-                self.said["written out, now one operation"] += 1
+                causal = self.join(node, found)
+                self.said["written out, now one operation" + (" that is causal" if causal else "")] += 1
         except Left as reason:
             self.said[f"left as written: {reason}"] += 1
 
@@ -78,8 +85,10 @@ class _Attention:
         query, key, _, mask, p, _, scale, grouped = (argument(node, name) for name in OPERANDS)
         if mask is None:
             return
-        lengths = [self.draft.types[each.name].shape[-2] for each in (query, key)]  # type: ignore[union-attr]
-        kind, reason = self.kind(mask, lengths, self.draft.types[query.name].dtype)  # type: ignore[union-attr]
+        lengths = [self.type(each).shape[-2] for each in (query, key)]
+        kind, reason = self.kind(mask, lengths, self.type(query).dtype)
+        if self.type(node).shape[:-1] != self.type(query).shape[:-1]:
+            kind, reason = "", "it has more dimensions than the queries"
         if not kind:
             self.said[f"with a mask that stays: {reason}"] += 1
             return
@@ -89,10 +98,10 @@ class _Attention:
         node.args, node.kwargs = (*node.args[:3], *((None, p, True) if kind == "causal" else (None, p) if p else ())), kwargs
 
     def kind(self, mask: fx.Node, lengths: list[Size], dtype: torch.dtype) -> tuple[str, str]:
-        """ "causal", "all" for a mask that hides nothing, or "" and why it is neither."""
+        """Whether a mask is "causal", or hides nothing ("all"); "" and the reason where it does neither."""
         cases = cases_of(self.masks.values.get(mask.name))
-        own = self.draft.types[mask.name]
-        if cases is None or not isinstance(own, TensorType):
+        own = self.type(mask)
+        if cases is None:
             return "", self.masks.why.get(mask.name, "it counts")
         if own.dtype == torch.bool:
             where = dict(cases).get(True, NEVER)
@@ -124,7 +133,7 @@ class _Attention:
         repeats = [each for each in (key, value) if op_name(each) == "aten.repeat_interleave.self_int"]
         if len(repeats) < 2 or grouped:
             return
-        kind, own = self.draft.types[query.name], [self.draft.types[each.args[0].name] for each in repeats]
+        kind, own = self.type(query), [self.type(each.all_input_nodes[0]) for each in repeats]
         times = {argument(each, "repeats") for each in repeats}
         dims = {argument(each, "dim") % len(kind.shape) if argument(each, "dim") is not None else None for each in repeats}
         if len(kind.shape) != 4 or dims != {1} or len(times) > 1 or own[0].shape[1] != own[1].shape[1]:
@@ -141,10 +150,10 @@ class _Attention:
 
     # --- what is written out
 
-    def join(self, softmax: fx.Node, found: Written) -> None:
-        draft, kind = self.draft, self.draft.types[found.query.name]
-        key_length = draft.types[found.turned.name].shape[-1]  # type: ignore[union-attr]
-        assert isinstance(kind, TensorType)
+    def join(self, softmax: fx.Node, found: Written) -> bool:
+        """Put one operation in the place of many. Returns whether it is causal. Raises Left."""
+        draft, kind = self.draft, self.type(found.query)
+        key_length = self.type(found.turned).shape[-1]
         causal, mask_nodes = self.hidden(found, [kind.shape[-2], key_length], kind.dtype)
         with draft.graph.inserting_before(found.out):
             key = self.turned(found.turned, softmax)
@@ -153,8 +162,9 @@ class _Attention:
             kwargs = {} if found.scale == scale else {"scale": found.scale}
             more: tuple[Any, ...] = (None, 0.0, True) if causal else (mask,) if mask is not None else ()
             args = (found.query, key, found.value, *more)
-            made = draft.call(aten.scaled_dot_product_attention.default, *args, type=draft.types[found.out.name], like=softmax, **kwargs)
+            made = draft.call(aten.scaled_dot_product_attention.default, *args, type=self.type(found.out), like=softmax, **kwargs)
         draft.replace(found.out, made)
+        return causal
 
     def hidden(self, found: Written, lengths: list[Size], dtype: torch.dtype) -> tuple[bool, list[fx.Node]]:
         """Whether an attention is causal, and else what is added to its scores. Raises Left.
@@ -167,8 +177,7 @@ class _Attention:
             value = self.same.get(number.name) if isinstance(number, fx.Node) else number
             if not isinstance(value, (int, float)) or value > lowest(dtype):
                 raise Left(f"it fills {value:g} into its scores" if isinstance(value, (int, float)) else "it fills in what is no number")
-            cases, own = cases_of(self.masks.values.get(condition.name)), self.draft.types[condition.name]
-            assert isinstance(own, TensorType)
+            cases, own = cases_of(self.masks.values.get(condition.name)), self.type(condition)
             if cases is None:
                 raise Left(f"it fills in by a mask: {self.masks.why.get(condition.name, 'it counts')}")
             kind, reason = self.shown(dict(cases).get(seen, NEVER), own, lengths)
@@ -184,11 +193,10 @@ class _Attention:
             raise Left("it has a mask that fills in and one that is added")
         for each in kept:
             self.refuse_mask(each, dtype)
-        return causal and not kept, [each for each in found.added if self.kind(each, lengths, dtype)[0] != "all"] if kept else []
+        return (False, found.added) if kept else (causal, [])
 
     def refuse_mask(self, mask: fx.Node, dtype: torch.dtype) -> None:
-        own = self.draft.types[mask.name]
-        assert isinstance(own, TensorType)
+        own = self.type(mask)
         if mask.name in self.flowing:
             raise Left("its mask is learned")
         if own.dtype != dtype:
@@ -200,8 +208,7 @@ class _Attention:
         """The keys of their transpose."""
         if op_name(value) == "aten.transpose.int" and {argument(value, name) % 4 for name in ("dim0", "dim1")} == {2, 3}:
             return value.all_input_nodes[0]
-        kind = self.draft.types[value.name]
-        assert isinstance(kind, TensorType)
+        kind = self.type(value)
         turned = TensorType(kind.dtype, (*kind.shape[:2], kind.shape[3], kind.shape[2]))
         return self.draft.call(aten.transpose.int, value, 2, 3, type=turned, like=like)
 
@@ -209,12 +216,12 @@ class _Attention:
         """The sum of masks, of two or four dimensions."""
         if not added:
             return None
-        total, scores = added[0], self.draft.types[found.scores.name]
+        total, scores = added[0], self.type(found.scores)
         for each in added[1:]:
-            shape = broadcast(self.draft.types[total.name].shape, self.draft.types[each.name].shape)  # type: ignore[union-attr]
-            total = self.draft.call(aten.add.Tensor, total, each, type=replace(scores, shape=shape), like=like)  # type: ignore[arg-type]
-        while len(shape := self.draft.types[total.name].shape) not in (2, 4):  # type: ignore[union-attr]
-            wider = replace(scores, shape=(1, *shape))  # type: ignore[arg-type]
+            shape = broadcast(self.type(total).shape, self.type(each).shape)
+            total = self.draft.call(aten.add.Tensor, total, each, type=replace(scores, shape=shape), like=like)
+        while len(shape := self.type(total).shape) not in (2, 4):
+            wider = replace(scores, shape=(1, *shape))
             total = self.draft.call(aten.unsqueeze.default, total, 0, type=wider, like=like)
         return total
 
