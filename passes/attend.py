@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompile.gradients import trained, with_gradient
 from tpcompile.ir import Draft, Program
 from tpcompile.layout import Size, TensorType
 from tpcompile.operation import argument, op_name
 from tpcompile.passes._attention import SOFTMAX, Left, Written, written
 from tpcompile.passes._dropout import ATTENTION, OPERANDS, broadcast
-from tpcompile.passes._indices import ALWAYS, NEVER, Condition, at_least_zero, index
+from tpcompile.passes._indices import ALWAYS, NEVER, Condition, at_least_zero, index, placed
 from tpcompile.passes._masks import Masks, cases_of, masks_of
-from tpcompile.passes._numbers import numbers_of
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -44,7 +41,7 @@ def attend(program: Program) -> Program:
     if not places:
         return program
     draft = Draft(program)
-    attention = _Attention(draft, masks_of(program), with_gradient(program.graph, trained(program), program.types))
+    attention = _Attention(draft, masks_of(program))
     for name in places:
         attention.rewrite(draft.nodes[name])
     said = tuple(f"{count} {what}" for what, count in attention.said.items())
@@ -54,9 +51,8 @@ def attend(program: Program) -> Program:
 class _Attention:
     """The attentions of a draft, one after the other, and what is said of them."""
 
-    def __init__(self, draft: Draft, masks: Masks, flowing: Collection[str]) -> None:
-        self.draft, self.masks, self.flowing = draft, masks, flowing
-        self.numbers = numbers_of(draft.program, masks)
+    def __init__(self, draft: Draft, masks: Masks) -> None:
+        self.draft, self.masks = draft, masks
         self.same = {name: value[0][0] for name, each in masks.values.items() if (value := cases_of(each)) and len(value) == 1}
         self.said: Counter[str] = Counter()
 
@@ -170,7 +166,7 @@ class _Attention:
         """Whether an attention is causal, and else what is added to its scores. Raises Left.
 
         A number that is as low as can be hides a key as -inf does where another key of its row is seen: its weight is exp of less than
-        -10,000, which is 0 in all types. Causal rows see themselves. Of other masks a row may hide all keys: they are added as they are.
+        -10,000, which is 0 in all types. Causal rows see themselves.
         """
         causal, kept = False, []
         for condition, number, seen in found.filled:
@@ -192,17 +188,25 @@ class _Attention:
         if kept and filled:
             raise Left("it has a mask that fills in and one that is added")
         for each in kept:
-            self.refuse_mask(each, dtype)
+            self.refuse_mask(each, lengths, dtype)
         return (False, found.added) if kept else (causal, [])
 
-    def refuse_mask(self, mask: fx.Node, dtype: torch.dtype) -> None:
-        own = self.type(mask)
-        if mask.name in self.flowing:
-            raise Left("its mask is learned")
-        if own.dtype != dtype:
-            raise Left("its mask is of another type")
-        if not all(math.isfinite(number) for number in self.numbers.get(mask.name, (math.inf,))):
-            raise Left("its mask is not known to be finite: of a row without keys, one operation makes 0 and softmax nan")
+    def refuse_mask(self, mask: fx.Node, lengths: list[Size], dtype: torch.dtype) -> None:
+        """Raise Left unless every query is known to see its own key.
+
+        Of a row whose keys all have the lowest number added, softmax makes equal weights; torch's fused kernels recompute these in
+        backward from the logarithm of their sum, which is lost beside such a number: gradients are as many times too large as there are
+        keys. Of a row of -inf, softmax makes nan, and kernels zeros.
+        """
+        own, cases = self.type(mask), cases_of(self.masks.values.get(mask.name))
+        if cases is None:
+            raise Left(f"a row of its mask may hide all keys: {self.masks.why.get(mask.name, 'it counts')}")
+        rank = len(own.shape)
+        shown, diagonal = dict(cases).get(0.0, NEVER), {dim: index(rank - 2 if dim == rank - 1 else dim) for dim in range(rank)}
+        if rank < 2 or own.shape[-2] != own.shape[-1] or lengths != list(own.shape[-2:]) or placed(shown, diagonal, own.shape) != ALWAYS:
+            raise Left("a row of its mask may hide all keys")
+        if own.dtype != dtype or any(number > 0 for number, _ in cases):
+            raise Left("its mask is of another type" if own.dtype != dtype else "its mask adds more than 0")
 
     def turned(self, value: fx.Node, like: fx.Node) -> fx.Node:
         """The keys of their transpose."""

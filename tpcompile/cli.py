@@ -112,6 +112,12 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         help="whether tables of tokens, heads and their losses are cut (default: on)",
     )
     command.add_argument("--outputs", choices=("all", "loss"), default="all", help="what a step returns (default: all)")
+    command.add_argument(
+        "--attention",
+        choices=("normal", "written"),
+        default="normal",
+        help="attention as one operation, causal masks as its option; or as the model writes it (default: normal)",
+    )
 
 
 def _training(command: argparse.ArgumentParser) -> None:
@@ -155,6 +161,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The keywords of `compile` and `check` that the command line gives."""
     sequence_parallel = {"on": True, "off": False}.get(args.sequence_parallel, "regather")
     chosen = {"sequence_parallel": sequence_parallel, "vocab_parallel": args.vocab_parallel == "on", "outputs": args.outputs}
+    chosen |= {"attention": args.attention}
     chosen |= {"schedule": args.schedule, "stages_per_rank": args.stages_per_rank}
     training = {name: getattr(args, name) for name in ("data_parallel", "precision", "recompute") if hasattr(args, name)}
     return {"microbatches": args.microbatches, "dropout": args.dropout, **chosen, **training}

@@ -87,11 +87,11 @@ def check_outputs(outputs: str) -> None:
         raise InputError(f"outputs={outputs!r}", at="compile", source=caller(), fix='use outputs="all" or outputs="loss"')
 
 
-def check_attention(attention: str) -> None:
+def check_attention(attention: str, call: str) -> None:
     """Raises InputError for a value of `attention` that is none."""
     if attention not in ("normal", "written"):
         fix = 'use attention="normal" or attention="written"'
-        raise InputError(f"attention={attention!r}", at="compile", source=caller(), fix=fix)
+        raise InputError(f"there is no attention {attention!r}", at=f"{call}(attention={attention!r})", source=caller(), fix=fix)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,11 @@ def counted(rng: random.Random) -> Mask:
 def truths(rng: random.Random, depth: int = 2) -> Mask:
     """Conditions of [places, places]."""
     if depth == 0 or rng.random() < 0.2:
-        a, b, compare = counted(rng), counted(rng), rng.choice([operator.ge, operator.gt, operator.le, operator.lt, operator.eq, operator.ne])
+        a, b, compare = (
+            counted(rng),
+            counted(rng),
+            rng.choice([operator.ge, operator.gt, operator.le, operator.lt, operator.eq, operator.ne]),
+        )
         diagonal = rng.randint(-2, 2)
         return rng.choice(
             [

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpcompile.driver import Compilation, Options, check_dropout, check_outputs, lower, refuse_division, refuse_other_path
+from tpcompile.driver import Compilation, Options, check_attention, check_dropout, check_outputs, lower, refuse_division, refuse_other_path
 from tpcompile.errors import InputError, Refused, TpcompileError, caller
 from tpcompile.history import History
 from tpcompile.ir import Program
@@ -56,6 +56,7 @@ def compile(
     dropout: str = "local",
     vocab_parallel: bool = True,
     outputs: Literal["all", "loss"] = "all",
+    attention: Literal["normal", "written"] = "normal",
     dynamic: bool = True,
     recompute: str = "none",
     precision: Literal["bf16", "fp16"] | None = None,
@@ -94,6 +95,8 @@ def compile(
       element's index in the value of the whole batch, so that every mesh trains as one device does with the same option. "fast": as
       "local", but attention keeps its dropout inside its fused kernels, which draw from torch's own generator on each rank: only
       `torch.manual_seed` repeats it, and ranks with the same seed draw alike.
+    - `attention`: "normal": attention that the model writes out becomes one operation, and a mask that is causal at all sizes an option of
+      it, where that computes the same numbers; `history["attend"]` says where it does not. "written": attention is left as it is.
     - `vocab_parallel`: tables of embeddings are cut by rows and heads by columns, and their loss is computed on cut scores.
     - `outputs`: "loss": a step returns nothing but the loss, and cut scores are never gathered.
     - `dynamic`: False: the sizes of the example are fixed, which compiles faster. A batch of other sizes is captured anew, and none is
@@ -115,6 +118,7 @@ def compile(
         raise InputError(f"{model!r} is no model", at="compile", source=caller(), fix=fix)
     placed = Mesh.of(mesh)
     check_outputs(outputs)
+    check_attention(attention, "compile")
     own, count = check_schedule(schedule, placed.pp, stages_per_rank, microbatches)
     options = Options(
         loss=loss,
@@ -128,6 +132,7 @@ def compile(
         dropout=check_dropout(dropout, "compile"),
         vocab_parallel=vocab_parallel,
         outputs=outputs,
+        attention=attention,
         dynamic=dynamic,
         recompute=check_recompute(recompute, schedule, placed.pp),
         precision=check_precision(precision),

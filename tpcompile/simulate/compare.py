@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile.collectives import held_by, mix, take
-from tpcompile.driver import Compilation, Options, check_dropout, check_outputs, lower, refuse_division, refuse_other_path
+from tpcompile.driver import Compilation, Options, check_attention, check_dropout, check_outputs, lower, refuse_division, refuse_other_path
 from tpcompile.errors import InputError, caller
 from tpcompile.ir import Program
 from tpcompile.layout import TensorType
@@ -54,6 +54,7 @@ def check(
     dropout: str = "local",
     vocab_parallel: bool = True,
     outputs: Literal["all", "loss"] = "all",
+    attention: Literal["normal", "written"] = "normal",
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
     optimizer_settings: Mapping[str, Any] | None = None,
     steps: int = 1,
@@ -82,6 +83,7 @@ def check(
     own, count = check_schedule(schedule, placed.pp, stages_per_rank, microbatches, "check")
     settings = dict(optimizer_settings or ({"lr": 1.0} if optimizer is torch.optim.SGD else {}))
     check_outputs(outputs)
+    check_attention(attention, "check")
     options = Options(
         loss,
         count,
@@ -92,6 +94,7 @@ def check(
         dropout=check_dropout(dropout, "check"),
         vocab_parallel=vocab_parallel,
         outputs=outputs,
+        attention=attention,
     )
     if any(p.is_meta for p in model.parameters()):
         raise InputError(
