@@ -80,6 +80,8 @@ def masks_of(program: Program) -> Masks:
                 found = _Known(program.types, values).value(node, kind)
         except TooMuch:
             reason = "its conditions get too long"
+        except RuntimeError:
+            reason = "its numbers do not fit into their type"  # as torch says when the operation runs
         if found is None:
             why[node.name] = reason
         else:
