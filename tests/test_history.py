@@ -41,7 +41,7 @@ def test_the_table() -> None:
 
 
 def test_a_pass_that_there_is_not() -> None:
-    with pytest.raises(KeyError, match="no pass is named 'rewrit': the passes are normalize, divide_loss, "):
+    with pytest.raises(KeyError, match="no pass is named 'rewrit': the passes are normalize, attend, divide_loss, "):
         _ = compiled("gpt", "tp=2").history["rewrit"]
 
 
