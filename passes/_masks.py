@@ -42,6 +42,9 @@ FULL = {
     "aten.new_full.default": "fill_value",
     "aten.scalar_tensor.default": "s",
 }
+ASKED: Mapping[str, int] = {**dict.fromkeys((*FILLS, *FULL), 0), "aten.expand_as.default": 1}
+"""How many operands are read by operations that ask others for their shape alone."""
+
 COUNTS = aten_names("arange.default arange.start arange.start_step")
 COMPARED = ("eq", "ge", "gt", "le", "lt", "ne")
 POINTWISE = aten_names(
@@ -71,7 +74,8 @@ def masks_of(program: Program) -> Masks:
         kind, found = program.types.get(node.name), None
         if not isinstance(kind, TensorType):
             continue
-        unknown = next((o for o in node.all_input_nodes if o.name in why), None)
+        read = node.all_input_nodes[: ASKED.get(op_name(node)) if node.op == "call_function" else 0]
+        unknown = next((operand for operand in read if operand.name in why), None)
         reason = why[unknown.name] if unknown is not None else f"{op_name(node)} is not followed"
         try:
             if node.op == "placeholder":
@@ -269,8 +273,6 @@ class _Known:
                     return None
                 made.append((result.item(), where))
         return joined(made)
-
-    # --- the same elements in other places
 
     def moved(self, node: fx.Node, kind: TensorType) -> Value | None:
         if op_name(node) not in MOVES:

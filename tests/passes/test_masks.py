@@ -91,6 +91,8 @@ def counted(rng: random.Random) -> Mask:
             lambda x: torch.arange(start, x.shape[1] + start),
             lambda x: torch.arange(0, step * x.shape[1], step),
             lambda x: torch.ones(x.shape[1], dtype=torch.int64).cumsum(0),
+            lambda x: torch.ones_like(x[0], dtype=torch.int64).cumsum(0),
+            lambda x: torch.arange(x.shape[1])[None].expand_as(x)[1],
             lambda x: torch.arange(x.shape[1] + 2)[2:],
             lambda x: torch.arange(2 * x.shape[1])[::2],
             lambda x: torch.arange(x.shape[1]).flip(0),
@@ -118,7 +120,7 @@ def truths(rng: random.Random, depth: int = 2) -> Mask:
                 lambda x: compare(a(x)[:, None], b(x)[None]),
                 lambda x: compare(a(x)[:, None].expand(-1, x.shape[1]), torch.arange(1)),
                 lambda x: torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(diagonal),
-                lambda x: torch.ones(x.shape[1], x.shape[1]).triu(diagonal) == 1,
+                lambda x: x.new_ones(x.shape[1], x.shape[1]).triu(diagonal) == 1,
                 lambda x: (compare(a(x), diagonal))[None].expand(x.shape[1], -1),
             ]
         )
