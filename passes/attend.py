@@ -121,9 +121,9 @@ class _Attention:
     # --- heads
 
     def share_heads(self, node: fx.Node) -> None:
-        """Let query heads share key/value heads inside the operation, where all of torch's fused kernels can.
+        """Let query heads share key/value heads inside the operation.
 
-        In 16 bits and without a mask they do. In float32, CUDA has no fused kernel that shares heads.
+        In 16 bits and without a mask: others were not tried on a GPU.
         """
         query, key, value, mask, _, _, _, grouped = (argument(node, name) for name in OPERANDS)
         repeats = [each for each in (key, value) if op_name(each) == "aten.repeat_interleave.self_int"]

@@ -67,8 +67,8 @@ def check(
 
     - `model`, `mesh`: as for `tpcompile.compile`.
     - `example_inputs`: the whole batch; without it the model's `dummy_inputs`.
-    - `loss`, `microbatches`, `schedule`, `stages_per_rank`, `sequence_parallel`, `overrides`, `vocab_parallel`, `outputs`: as for
-      `tpcompile.compile`.
+    - `loss`, `microbatches`, `schedule`, `stages_per_rank`, `sequence_parallel`, `overrides`, `vocab_parallel`, `outputs`, `attention`:
+      as for `tpcompile.compile`.
     - `dropout`: with "exact" dropout is compared too: the untouched model then runs under `tpcompile.testing.exact_dropout`. With "local"
       and "fast", whose masks no single device has, it is off on both sides.
     - `optimizer`: the class that makes the step, `torch.optim.SGD` by default.
