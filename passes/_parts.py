@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,9 +58,11 @@ def arrange(stage: Stage, paths: Mapping[str, str], layers: Sequence[str]) -> tu
     for node in reversed(nodes):
         if node not in learned and any(home.get(user, "") != home[node] for user in node.users):
             home[node] = ""
-    first = dict(home)
+    first, own = dict(home), defaultdict[str, list[fx.Node]](list)
+    for node in nodes:
+        own[home[node]].append(node)
     for layer in layers:
-        members = [node for node in nodes if home[node] == layer]
+        members = own[layer]
         between = _between(nodes, place, members)
         if not any(node in learned for node in members) or any(first[node] or home[node] for node in between):
             home.update(dict.fromkeys(members, ""))

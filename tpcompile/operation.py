@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -88,16 +88,21 @@ def view_op(node: fx.Node, types: Mapping[str, Any]) -> Op:
 
 def _leaves(node: fx.Node) -> list[fx.Node]:
     """The nodes that a call reads, in the order of its arguments, each as often as it stands there."""
-    found, todo = list[fx.Node](), [*reversed(node.kwargs.values()), *reversed(node.args)]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, fx.Node):
+    found: list[fx.Node] = []
+    _add(node.args, found)
+    if node.kwargs:
+        _add(node.kwargs.values(), found)
+    return found
+
+
+def _add(values: Iterable[Any], found: list[fx.Node]) -> None:
+    for value in values:
+        if type(value) is fx.Node:
             found.append(value)
         elif isinstance(value, (tuple, list)):
-            todo.extend(reversed(value))
+            _add(value, found)
         elif isinstance(value, dict):
-            todo.extend(reversed(value.values()))
-    return found
+            _add(value.values(), found)
 
 
 def _is_tensor(kind: object) -> bool:

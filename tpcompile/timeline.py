@@ -158,16 +158,17 @@ class Step:
 
     def _summed(self, place: int, tp: int) -> Iterator[Sent]:
         """The gradients of whole parameters that tensor ranks have parts of."""
-        sizes = self._own(place, tp)
         names = dict.fromkeys(name for stage in self.stages_at(place) for name in summed_later(stage))
+        sizes = self._own(place, tp) if names else {}
         yield from _joined("tp", "step", {name: sizes[name] for name in names if name in sizes})
 
     def _shared(self, place: int, tp: int) -> Iterator[Sent]:
         """The gradients of weights that stages on several ranks hold, over these."""
-        sizes = self._own(place, tp)
-        for name, held in shared_weights(self.stages).items():
-            places = tuple(sorted({self.place_of(stage) for stage in held}))
-            if len(places) > 1 and place in places and name in sizes:
+        shared = {name: tuple(sorted({self.place_of(stage) for stage in held})) for name, held in shared_weights(self.stages).items()}
+        here = {name: places for name, places in shared.items() if len(places) > 1 and place in places}
+        sizes = self._own(place, tp) if here else {}
+        for name, places in here.items():
+            if name in sizes:
                 dtype, elements = sizes[name]
                 yield Sent("pp", "backward", "all_reduce", name, dtype, elements, places)
 
@@ -181,7 +182,7 @@ class Step:
         return {name: self._held(stage, name, size, tp) for stage in self.stages_at(place) for name, size in self._sizes(stage, tp).items()}
 
     def _scalars(self, stage: Stage) -> set[str]:
-        return {name for name in stage.parameters.values() if not self._shape(stage, name)}
+        return {name for place, name in stage.parameters.items() if not self._kind(place).shape}
 
     def _sharing(self, index: int, tp: int) -> Sharing | None:
         """What replicas gather and reduce, where they share out parameters and gradients."""
@@ -205,15 +206,13 @@ class Step:
         layout = self.local.layouts.get(placeholder)
         return tuple(local_size(dim, tp) for dim in layout.dims) if isinstance(layout, Layout) else self._kind(placeholder).shape
 
-    def _shape(self, stage: Stage, name: str) -> tuple[Size, ...]:
-        return self._kind(next(place for place, held in stage.parameters.items() if held == name)).shape
-
     def _held(self, stage: Stage, name: str, size: tuple[torch.dtype, Size], tp: int) -> tuple[torch.dtype, Size]:
         """Of a gradient, what the first replica has."""
-        shape = self._shape(stage, name)
-        if self.mesh.dp == 1 or self.data_parallel not in SHARED_OUT or not shape:
+        if self.mesh.dp == 1 or self.data_parallel not in SHARED_OUT:
             return size
         place = next(place for place, held in stage.parameters.items() if held == name)
+        if not (shape := self._kind(place).shape):
+            return size
         layout = self.local.layouts.get(place)
         rows = int(local_size(layout.dims[0], tp)) if isinstance(layout, Layout) else int(shape[0])
         return size[0], size[1] // rows * -(-rows // self.mesh.dp)

@@ -95,6 +95,8 @@ def _check_program(program: Program) -> None:
 
 def _check_updates(program: Program) -> None:
     """A buffer's new value has the buffer's type, and no gradient that a next step's backward would follow into this one's graph."""
+    if not program.updates:
+        return
     held, flowing = {name: placeholder for placeholder, name in program.buffers.items()}, _carrying(program, program.graph)
     for name, value in results(program.graph, program.updates)[1].items():
         if name in held and program.types[held[name]] != program.types[value.name]:
