@@ -166,19 +166,13 @@ def lower(
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """A compile makes many objects, and drops few: looking for cycles among them takes a sixth of its time.
-
-    When it is done they count as old, lest the next allocation looks through all: freezing puts them aside, unfreezing with the old.
-    """
+    """A compile makes many objects, and drops few: looking for cycles among them takes a sixth of its time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
-            if not gc.get_freeze_count():  # what somebody has frozen stays so
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
 
 
