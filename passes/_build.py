@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind
 
 from tpcompile.errors import CaptureError
 from tpcompile.functions import kept
+from tpcompile.graphs import add_node, drop_dead
 from tpcompile.ir import Input, Program, Source, Type
 from tpcompile.layout import Size
 from tpcompile.passes._call import no_parameter
@@ -76,7 +77,7 @@ class Builder:
                         self.sites[self.new[node].name] = len(self.sites)
         outputs: Any = fx.node.map_arg(self.work.output_node().args[0], self.new.__getitem__)
         self.graph.output(outputs)
-        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        drop_dead(self.graph)
         alive = {node.name for node in self.graph.nodes}
         found, inputs = self.exported.found, self._of("input")
         return Program(
@@ -213,7 +214,7 @@ class Builder:
         way = kept(target)
         name = way.stem if way else target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else target.__name__
         args, kwargs = fx.node.map_arg((args, kwargs), self.new.__getitem__)
-        self.new[node] = new = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        self.new[node] = new = add_node(self.graph, "call_function", target, args, kwargs, name)
         self._describe(node, new)
         return new
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from tpcompile.graphs import copy_node
 from tpcompile.passes._layers import Call, Different
 from tpcompile.passes._likeness import kind_of
 from tpcompile.passes._origin import source_of
@@ -78,7 +79,7 @@ class Copies:
             if isinstance(each.meta.get("val"), SIZES):
                 new[each] = each  # a size is the same number everywhere
                 continue
-            made = self._graph.node_copy(each, lambda operand: _now(new, operand))
+            made = copy_node(self._graph, each, lambda operand: _now(new, operand))
             own = each.meta["storage"]
             if own is not None:
                 made.meta["storage"] = memory[own] if own in memory else memory.setdefault(own, next(self._memory))

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from tpcompile.graphs import copy_node
 from tpcompile.ir import Program
 from tpcompile.layout import Size, TensorType
 from tpcompile.operation import Op, op_name, view_op
@@ -98,7 +99,7 @@ def _extracted(program: Program, roots: list[fx.Node], inputs: Iterable[str] = (
     for value in program.graph.nodes:
         if value in needed and value not in made:
             size = _measured(program, value)
-            made[value] = graph.node_copy(value, made.__getitem__) if size is None else _size(graph, size, program)
+            made[value] = copy_node(graph, value, made.__getitem__) if size is None else _size(graph, size, program)
     return graph, [made[root] for root in roots]
 
 

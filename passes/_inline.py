@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch import predispatch
 
+from tpcompile.graphs import copy_node
 from tpcompile.ir import Source
 from tpcompile.passes._copies import Copies, tensors
 from tpcompile.passes._layers import Call
@@ -78,7 +79,7 @@ class Flattener:
         raise AssertionError("a graph without an output")
 
     def _node(self, node: fx.Node, new: dict[fx.Node, Any], *, grad: bool) -> fx.Node:
-        copy = self.graph.node_copy(node, new.__getitem__)
+        copy = copy_node(self.graph, node, new.__getitem__)
         copy.meta["no_grad"] = not grad
         copy.meta["storage"] = self._storage(node)
         return copy

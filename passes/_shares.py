@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tpcompile.ir import Count, Draft, Program, ancestors
+from tpcompile.graphs import ancestors
+from tpcompile.ir import Count, Draft, Program
 from tpcompile.layout import Size, TensorType
 from tpcompile.operation import argument, op_name, view_op
 from tpcompile.passes._additive import SUMS

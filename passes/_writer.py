@@ -13,6 +13,7 @@ from types import MappingProxyType
 from torch import fx, nn
 
 from tpcompile.errors import TpcompileError
+from tpcompile.graphs import copy_graph
 from tpcompile.ir import PerRank, Program, Stage
 from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._applied import import_lines, imported
@@ -102,12 +103,7 @@ def _numbered(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
     def written(leaf: object) -> object:
         return Written(f"{numbers.name(leaf)}[self.rank]") if isinstance(leaf, PerRank) else leaf
 
-    made, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        new[node] = made.node_copy(node, new.__getitem__)
-        new[node].args = fx.node.map_aggregate(new[node].args, written)  # type: ignore[arg-type]
-        new[node].kwargs = fx.node.map_aggregate(new[node].kwargs, written)  # type: ignore[arg-type]
-    return made
+    return copy_graph(graph, written)[0]
 
 
 def _class(name: str, doc: str, text: str) -> str:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from tpcompile.ir import Local, copy_graph
+from tpcompile.graphs import add_node, copy_graph
+from tpcompile.ir import Local
 from tpcompile.layout import TensorType
 from tpcompile.rules import op_name
 
@@ -50,6 +51,6 @@ def cast(local: Local, held: Mapping[str, torch.dtype]) -> Local:
 def _cast(graph: fx.Graph, value: fx.Node, user: fx.Node, dtype: torch.dtype) -> fx.Node:
     """The value in the narrower type, for one of its users."""
     with graph.inserting_before(user):
-        made = graph.create_node("call_function", torch.ops.aten.to.dtype, (value, dtype), {}, f"{value.name}_cast")
+        made = add_node(graph, "call_function", torch.ops.aten.to.dtype, (value, dtype), {}, f"{value.name}_cast")
     user.replace_input_with(value, made)
     return made

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from tpcompile import collectives
 from tpcompile.errors import TpcompileError
+from tpcompile.graphs import copy_graph
 from tpcompile.ir import PerRank, Program, Stage
 from tpcompile.layout import Layout
 from tpcompile.mesh import Mesh
@@ -125,12 +126,7 @@ def _localize(graph: fx.Graph, coordinate: int) -> fx.Graph:
     def number(leaf: object) -> object:
         return leaf.values[coordinate] if isinstance(leaf, PerRank) else leaf
 
-    local, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        new[node] = local.node_copy(node, new.__getitem__)
-        new[node].args = fx.node.map_aggregate(new[node].args, number)  # type: ignore[arg-type]
-        new[node].kwargs = fx.node.map_aggregate(new[node].kwargs, number)  # type: ignore[arg-type]
-    return local
+    return copy_graph(graph, number)[0]
 
 
 def _execute(source: str, coordinate: int, tree: Tree, twins: Mapping[str, str]) -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from tpcompile.factors import divides, quotient
+from tpcompile.graphs import drop_dead
 from tpcompile.ir import Draft, Program
 from tpcompile.layout import Size, TensorType
 from tpcompile.passes._dropout import key_random
@@ -43,7 +44,7 @@ def normalize(program: Program, dropout: str = "local") -> Program:
         for node in list(draft.graph.nodes):
             if node.op == "call_function" and node not in draft.erased:
                 rewrite(draft, node)
-        draft.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        drop_dead(draft.graph)
     return draft.freeze(random=key_random(draft, dropout))
 
 

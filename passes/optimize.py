@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from tpcompile.ir import Local, copy_graph
+from tpcompile.graphs import copy_graph
+from tpcompile.ir import Local
 from tpcompile.layout import Layout
 from tpcompile.passes._hoist import hoist
 from tpcompile.passes._later import sum_later

@@ -95,7 +95,8 @@ class Union:
 def unite(cones: Sequence[Cone]) -> list[Union]:
     """Join cones that cut the same value in the same way: one activation that feeds two row-cut linears."""
     unions: dict[int, Union] = {}
-    having: dict[str, set[int]] = {}  # value → the unions that cut it, or that others have joined since
+    having: dict[str, set[int]] = {}  # value → the unions that cut it, by the numbers that they had then
+    ending: dict[str, int] = {}  # row → the union that it ends
     joined: dict[int, int] = {}
 
     def now(number: int) -> int:
@@ -103,17 +104,26 @@ def unite(cones: Sequence[Cone]) -> list[Union]:
             number = joined[number]
         return number
 
-    for number, cone in enumerate(cones):
-        union = Union(cone.kind, {cone.seed: cone.wants}, cone.layouts, cone.columns)
-        near = sorted({now(place) for place in set().union(*(having.get(name, ()) for name in cone.layouts))})
-        for place in [place for place in near if _joins(unions[place], union)]:
-            other, joined[place] = unions.pop(place), number
+    for count, cone in enumerate(cones):
+        union, number = Union(cone.kind, {cone.seed: cone.wants}, cone.layouts, cone.columns), count
+        above = {now(ending[name]) for name in cone.layouts.keys() & ending.keys()}  # their rows are in it, all along the residual stream
+        near = {now(place) for place in set().union(*[having[name] for name in cone.layouts if name in having])} - above
+        for place in [place for place in sorted(near) if _joins(unions[place], union)]:
+            other = unions.pop(place)
             kind: Kind = min(other.kind, union.kind, key=RANK.__getitem__)
             columns = tuple(dict.fromkeys(other.columns + union.columns))
             union = Union(kind, {**other.wants, **union.wants}, {**other.layouts, **union.layouts}, columns)
+            if number == count:
+                number = place  # the oldest: values that are its own already need no other number
+            else:
+                joined[place] = number
         unions[number] = union
+        ending[cone.seed] = number
         for name in cone.layouts:
-            having[name] = {now(place) for place in having.get(name, ())} | {number}
+            if name in having:
+                having[name].add(number)
+            else:
+                having[name] = {number}
     return list(unions.values())
 
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from tpcompile.collectives import ops
 from tpcompile.factors import LayoutError, in_steps, reshape
+from tpcompile.graphs import add_node
 from tpcompile.ir import Local, PerRank, Sharded
 from tpcompile.layout import Cut, Dim, Even, Layout, Size, bounds, cut_factors, local_size, pieces, same, size_of, whole
 from tpcompile.passes._entering import along_positions, differentiable
@@ -127,7 +128,7 @@ class _Writer:
     def add(
         self, op: str, target: Any, args: Any, kwargs: Any, name: str, layout: Layout | tuple[Layout, ...] | None, origin: str = ""
     ) -> fx.Node:
-        node = self.graph.create_node(op, target, args, kwargs, name)
+        node = add_node(self.graph, op, target, args, kwargs, name)
         if layout is not None:
             self.layouts[node.name] = layout
         if origin:

@@ -9,7 +9,8 @@ from torch import fx
 
 from tpcompile.errors import InputError, Refused
 from tpcompile.gradients import trained, with_gradient
-from tpcompile.ir import Boundary, Local, Stage, ancestors
+from tpcompile.graphs import ancestors, copy_node, drop_dead
+from tpcompile.ir import Boundary, Local, Stage
 from tpcompile.layout import Layout, TensorType
 from tpcompile.messages import why_unhalved
 from tpcompile.passes._homes import homes_of_updates
@@ -130,12 +131,12 @@ class _Cutter:
             made[node] = graph.placeholder(node.name)
         states = [node for node in nodes if node.op == "placeholder"]
         for node in sorted(states, key=self._kind):
-            made[node] = graph.node_copy(node, made.__getitem__)
+            made[node] = copy_node(graph, node, made.__getitem__)
         for node in nodes:
             if node.op != "placeholder":
-                made[node] = graph.node_copy(node, made.__getitem__)
+                made[node] = copy_node(graph, node, made.__getitem__)
         graph.output(tuple(made[node] for node in sent))
-        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        drop_dead(graph)
         for node in [made[state] for state in states if not made[state].users and state not in sent]:
             graph.erase_node(node)
         program, held = self.local.program, [node.name for node in graph.find_nodes(op="placeholder")]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors",),
     ("mesh", "memory", "precision"),
-    ("layout",),
+    ("layout", "graphs"),
     ("functions",),
     ("factors",),
     ("operation",),

@@ -159,6 +159,9 @@ def lower(
     `held` are the layouts that an earlier compilation of the model gave to its parameters, by qualified name: they stay.
     """
     log, types = Log(), held_types(model)
+    if _put_off:
+        gc.collect()
+        _put_off.clear()
     with _without_collecting(), computing_in(model, options.precision):
         captured = verify(log.run("capture", None, lambda: capture(model, batch, loss=options.loss, dynamic=options.dynamic)))
         return lower_captured(captured, model, mesh, batch, options, log, held, types)
@@ -166,14 +169,29 @@ def lower(
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """A compile makes many objects, and drops few: looking for cycles among them takes a sixth of its time."""
+    """A compile makes many objects, and drops few: looking for cycles among them takes a sixth of its time.
+
+    What a large one leaves counts as old, so that the next allocation does not look through all of it. What was garbage by then waits
+    for the next full collection, which is made before another compile, since an earlier program may be part of it.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
+            if gc.get_count()[0] > MANY:
+                gc.freeze()
+                gc.unfreeze()
+                _put_off.append(True)
             gc.enable()
+
+
+MANY = 200_000
+"""So many new objects take longer to look through than a compile of a small model takes."""
+
+_put_off: list[bool] = []
+"""Whether a full collection is due."""
 
 
 def lower_captured(

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from tpcompile.graphs import copy_graph, drop_dead
 from tpcompile.layout import Layout, Size, TensorType, local_size
 
 Type = TensorType | tuple[TensorType, ...] | Size
@@ -302,7 +303,7 @@ class Draft:
 
     def freeze(self, **changes: Any) -> Program:
         """The finished program; dead pure nodes go."""
-        self.graph.eliminate_dead_code(is_impure_node=_is_impure)
+        drop_dead(self.graph)
         alive = {node.name for node in self.graph.nodes}
         changes.setdefault("loss", self._now(self.program.loss))
         changes.setdefault("outputs", tuple(map(self._now, self.program.outputs)))
@@ -318,27 +319,3 @@ class Draft:
         while name in self.renamed:
             name = self.renamed[name]
         return name
-
-
-def _is_impure(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output")
-
-
-def ancestors(node: fx.Node) -> set[fx.Node]:
-    """A node, and all that it is computed from."""
-    seen: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        if (value := todo.pop()) not in seen:
-            seen.add(value)
-            todo += value.all_input_nodes
-    return seen
-
-
-def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Node]]:
-    """An equal graph with the same names, and its nodes by name."""
-    copy = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        made[node] = copy.node_copy(node, made.__getitem__)
-    return copy, {node.name: node for node in copy.nodes}

@@ -37,6 +37,16 @@ class TensorType:
     dtype: torch.dtype
     shape: tuple[Size, ...]
 
+    @cached_property
+    def _number(self) -> int:
+        return hash((self.dtype, self.shape))
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"dtype": self.dtype, "shape": self.shape}  # another process counts other hashes
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -120,6 +130,16 @@ class Layout:
     dims: tuple[Dim, ...]
     partial: tuple[str, ...] = ()
     highest: tuple[str, ...] = ()
+
+    @cached_property
+    def _number(self) -> int:
+        return hash((self.dims, self.partial, self.highest))
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"dims": self.dims, "partial": self.partial, "highest": self.highest}  # another process counts other hashes
 
     @cached_property
     def is_cut(self) -> bool:

@@ -15,13 +15,17 @@ from tpcompile.layout import TensorType
 
 @dataclass(frozen=True)
 class Op:
-    """A call in the graph with the types of its tensor operands, in the order of its arguments, and of its outputs."""
+    """A call in the graph with the types of its tensor operands, in the order of its arguments, and of its outputs.
+
+    Calls of one operation with equal `form`s have equal arguments, but for the names of their operands and of sizes.
+    """
 
     name: str
     node: fx.Node
     operands: tuple[fx.Node, ...]
     ins: tuple[TensorType, ...]
     outs: tuple[TensorType, ...]
+    form: tuple[Any, ...] = ()
 
     def rank(self, operand: int) -> int:
         return len(self.ins[operand].shape)
@@ -39,12 +43,16 @@ class Op:
 
 def op_name(node: fx.Node) -> str:
     """`aten.linear.default` for a call of an operator, the function's name for others."""
-    return _target_name(node.target)
+    target = node.target
+    found = _named.get(id(target))
+    if found is None or found[0] is not target:
+        name = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+        found = _named[id(target)] = (target, name)
+    return found[1]
 
 
-@lru_cache(maxsize=4096)
-def _target_name(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+_named: dict[int, tuple[Any, str]] = {}
+"""Targets with their names, by what is cheaper than the hash of an operator; who stands here lives on, and keeps his number."""
 
 
 def attends(name: str) -> bool:
@@ -81,29 +89,42 @@ def _declared(target: Any) -> Mapping[str, tuple[int, Any]]:
 
 def view_op(node: fx.Node, types: Mapping[str, Any]) -> Op:
     """The operation of a call node."""
-    operands = tuple([operand for operand in _leaves(node) if _is_tensor(types.get(operand.name))])
+    operands: list[fx.Node] = []
+    form: list[Any] = []
+    _read(node.args, types, operands, form)
+    for name, value in node.kwargs.items():
+        form.append(name)
+        _read((value,), types, operands, form)
     out = types[node.name]
-    return Op(op_name(node), node, operands, tuple(types[o.name] for o in operands), (out,) if isinstance(out, TensorType) else tuple(out))
+    outs = (out,) if isinstance(out, TensorType) else tuple(out)
+    return Op(op_name(node), node, tuple(operands), tuple([types[o.name] for o in operands]), outs, tuple(form))
 
 
-def _leaves(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a call reads, in the order of its arguments, each as often as it stands there."""
-    found: list[fx.Node] = []
-    _add(node.args, found)
-    if node.kwargs:
-        _add(node.kwargs.values(), found)
-    return found
-
-
-def _add(values: Iterable[Any], found: list[fx.Node]) -> None:
+def _read(values: Iterable[Any], types: Mapping[str, Any], operands: list[fx.Node], form: list[Any]) -> None:
+    """Add the tensors that a call reads, in the order of its arguments, each as often as it stands there; and all that it is given."""
     for value in values:
-        if type(value) is fx.Node:
-            found.append(value)
+        kind = type(value)
+        if kind is fx.Node:
+            if _is_tensor(types.get(value.name)):
+                form.append(("%", operands.index(value) if value in operands else len(operands)))
+                operands.append(value)
+            else:
+                form.append("%")
+        elif kind is int or value is None:
+            form.append(value)
         elif isinstance(value, (tuple, list)):
-            _add(value, found)
+            form.append("[")
+            _read(value, types, operands, form)
+            form.append("]")
         elif isinstance(value, dict):
-            _add(value.values(), found)
+            form.extend(("{", *value))
+            _read(value.values(), types, operands, form)
+            form.append("}")
+        else:
+            form.append((kind, value))
 
 
 def _is_tensor(kind: object) -> bool:
-    return isinstance(kind, TensorType) or (isinstance(kind, tuple) and bool(kind) and all(isinstance(part, TensorType) for part in kind))
+    if type(kind) is TensorType:
+        return True
+    return isinstance(kind, tuple) and bool(kind) and all(isinstance(part, TensorType) for part in kind)

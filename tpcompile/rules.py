@@ -432,7 +432,32 @@ def backward(op: Op, outs: Sequence[Layout | None], *, end: bool = False) -> lis
     With `end`, operations in `ALONG` may be cut along their dimension.
     Raises LayoutError when the operation cannot work on pieces like that, or would need one value in two layouts.
     """
-    return _in_one_way(op, _needed(op, outs, end))
+    if op.name in SPLITS:  # asks which parts are used
+        return _in_one_way(op, _needed(op, outs, end))
+    return _once(("backward", op.name, op.form, op.ins, op.outs, tuple(outs), end), lambda: _in_one_way(op, _needed(op, outs, end)))
+
+
+def _once(key: tuple[object, ...], work: Callable[[], list[Layout]]) -> list[Layout]:
+    """What `work` makes, or that it cannot: the same for all operations of one key, those of layers that are alike among them."""
+    try:
+        found = _known.get(key)
+    except TypeError:  # an argument without a hash
+        return work()
+    if found is None:
+        if len(_known) >= MOST:
+            _known.clear()
+        try:
+            found = tuple(work())
+        except LayoutError as error:
+            found = str(error)
+        _known[key] = found
+    if isinstance(found, str):
+        raise LayoutError(found)
+    return list(found)
+
+
+_known: dict[tuple[object, ...], tuple[Layout, ...] | str] = {}
+MOST = 1 << 16
 
 
 def _in_one_way(op: Op, ins: Sequence[Layout]) -> list[Layout]:
@@ -548,7 +573,12 @@ def forward(op: Op, ins: Sequence[Layout], declared: Sequence[Layout] = (), *, e
     Raises LayoutError when the operands do not fit each other or when a partial sum meets an operation that is not linear in it.
     """
     if any(layout.partial for layout in ins) and not any(layout.is_cut for layout in ins):
-        return _waiting(op, ins)
+        return _waiting(op, ins)  # asks what operands are made of
+    key = ("forward", op.name, op.form, op.ins, op.outs, tuple(ins), tuple(declared), end, text)
+    return _once(key, lambda: _made(op, ins, declared, end, text))
+
+
+def _made(op: Op, ins: Sequence[Layout], declared: Sequence[Layout], end: bool, text: str | None) -> list[Layout]:
     if op.name in RESHAPES:
         return [reshape(ins[0], op.outs[0].shape)]
     if op.name in SPLITS:
