@@ -26,12 +26,15 @@ def as_on_cpu(model: nn.Module) -> Iterator[FakeTensorMode | None]:
     # as torch.export makes its own for a module that has none
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True), allow_non_fake_inputs=True, export=True)
     made: dict[int, Tensor] = {}
+    cpu = torch.device("cpu")
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            with mode:
-                new = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
-            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            new: Any = FakeTensor(mode, tensor.detach(), cpu)
+            if isinstance(tensor, nn.Parameter):  # what nn.Parameter makes of a tensor with a class of its own, without another copy
+                new._is_param = True
+                new.requires_grad_(tensor.requires_grad)
+            made[id(tensor)] = new
         return made[id(tensor)]
 
     def restore(held: dict[str, Any], name: str, tensor: Tensor) -> None:
