@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import lru_cache
 
 import sympy
 import torch
@@ -17,6 +18,7 @@ USUAL = 512
 """What a symbolic size is taken to be where sizes are compared."""
 
 
+@lru_cache(maxsize=4096)
 def usual(size: Size) -> int:
     """A size with all of its symbols as usual."""
     return size if isinstance(size, int) else int(sympy.sympify(size).subs(dict.fromkeys(size.free_symbols, USUAL)))

@@ -20,7 +20,9 @@ def all_flops(program: Program) -> dict[str, Size]:
 
 def flops_at(program: Program, sizes: Mapping[sympy.Symbol, int]) -> dict[str, int]:
     """The same at these sizes."""
-    return {name: evaluate(size, sizes) for name, size in all_flops(program).items()}
+    found = all_flops(program)
+    values = {size: evaluate(size, sizes) for size in set(found.values())}  # layers have the same few
+    return {name: values[size] for name, size in found.items()}
 
 
 def node_flops(node: fx.Node, types: Mapping[str, Type]) -> Size:
