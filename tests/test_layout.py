@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from dataclasses import fields
 
 import pytest
 import torch
@@ -10,7 +12,22 @@ from cuts import cut, even, random_dim, random_ranges
 
 from tpcompile.collectives import held_by, take
 from tpcompile.errors import TpcompileError
-from tpcompile.layout import Cut, Factor, Layout, Open, bounds, canonical, concrete, local_size, pieces, same, size_of, symbol, whole
+from tpcompile.layout import (
+    Cut,
+    Factor,
+    Layout,
+    Open,
+    TensorType,
+    bounds,
+    canonical,
+    concrete,
+    local_size,
+    pieces,
+    same,
+    size_of,
+    symbol,
+    whole,
+)
 
 b, s = symbol("b"), symbol("s")
 UNEVEN = Cut("tp", ((0, 4), (4, 8), (8, 11), (11, 14)))
@@ -164,3 +181,11 @@ def test_cut_takes_every_cut_dimension() -> None:
     grid = torch.arange(12).reshape(3, 4)
     layout = Layout.parse("[3@tp{0:1, 1:3}, 4@tp]", parts=2)
     assert cut(grid, layout, 1).tolist() == [[6, 7], [10, 11]]
+
+
+def test_what_goes_to_another_process_takes_no_hash_along() -> None:
+    """Names hash otherwise there: an equal layout must be found by the hash of that process."""
+    for value in (Layout.parse("[b, 4@tp·16] +tp", parts=2), TensorType(torch.float32, (4,))):
+        hash(value)
+        other = pickle.loads(pickle.dumps(value))
+        assert other == value and vars(other).keys() == {field.name for field in fields(value)} and hash(other) == hash(value)
