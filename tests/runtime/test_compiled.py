@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import handmade
@@ -11,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from tpcompile import driver
 from tpcompile.errors import InputError, Refused, TpcompileError
 from tpcompile.runtime import compiled as compiled_module
 from tpcompile.runtime.compiled import Compiled, compile
@@ -56,19 +53,6 @@ def test_call_on_one_device() -> None:
     expected["loss"].backward()
     same_gradients(compiled, model)
     assert torch.equal(compiled(handmade.batch()["input_ids"])["logits"], expected["logits"])  # positional, and no labels: captured anew
-
-
-def test_what_a_large_compile_left_is_collected_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier program is part of cycles: only a collection of old objects finds it."""
-    monkeypatch.setattr(driver, "MANY", 0)
-    held = handmade.Tied()
-    held.__dict__["again"], gone = held, weakref.ref(held)
-    one(handmade.batch())
-    del held
-    gc.collect(1)
-    assert gone() is not None and gc.isenabled()
-    one(handmade.batch())
-    assert gone() is None
 
 
 def test_a_mesh_without_processes_can_be_read() -> None:
