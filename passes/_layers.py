@@ -5,6 +5,8 @@
     …
     x = layers[31](x, mask)     begin(31, …), all operations, end(31, …)
 
+A module that is called again and again is such layers from its second call on, which shows that it is.
+
 A layer is like an earlier one if nothing that its code can see differs: the classes of its modules, the types of its parameters and
 buffers, the values of all attributes that were read while the first was traced, variables outside, the types of its arguments and which
 of them are the same, and the modes of gradients and autocast. What is not seen through makes a layer unlike all others, which is then
@@ -87,6 +89,8 @@ class Layers:
         self.templates: list[Template] = []
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._siblings = _siblings(model)
+        self._lone = _lone(model, self._siblings)
+        self._called: set[int] = set()
         self._inside = False
         self._globals: dict[tuple[type, ...], Globals] = {}
 
@@ -96,7 +100,7 @@ class Layers:
         call: Any = nn.Module._call_impl
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or id(module) not in self._siblings:
+            if self._inside or not self._is_layer(module):
                 return call(module, *args, **kwargs)
             self._inside = True
             try:
@@ -104,7 +108,7 @@ class Layers:
             finally:
                 self._inside = False
 
-        if not self._siblings or _hooks_everywhere():
+        if not (self._siblings or self._lone) or _hooks_everywhere():
             yield
             return
         nn.Module._call_impl = watched  # type: ignore[method-assign, assignment]
@@ -112,6 +116,14 @@ class Layers:
             yield
         finally:
             nn.Module._call_impl = call  # type: ignore[method-assign]
+
+    def _is_layer(self, module: nn.Module) -> bool:
+        """Whether others are like it, or it has been called before."""
+        number = id(module)
+        if number in self._lone and number in self._called:
+            return True
+        self._called.add(number)
+        return number in self._siblings
 
     def unchecked(self) -> frozenset[int]:
         """Of the layers that others were copied from and that none was compared with, the last copies, by the numbers of their calls."""
@@ -185,7 +197,7 @@ class Layers:
         if reason:
             self.notes[f"{path} is captured by itself: {reason}"] = None
             return made
-        siblings = self._siblings[id(module)]
+        siblings = self._siblings.get(id(module), [module])
         place = next(index for index, sibling in enumerate(siblings) if sibling is module)
         with torch._C.DisableTorchFunction():
             like = [sibling for sibling in siblings[place + 1 :] if looks_like(template.sight, template.reads, sibling)]
@@ -226,17 +238,35 @@ class Layers:
 
 
 def _siblings(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The layers that may have others like them: of lists and sequences, the modules of a class that comes three times or more."""
+    """The layers that may have others like them: of lists and sequences, the modules of a class and of parameters that come three times."""
     found: dict[int, list[nn.Module]] = {}
     for container in model.modules():
         if isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            children = list(container.children())
-            kinds = Counter(map(type, children))
-            for kind, count in kinds.items():
-                like = [child for child in children if type(child) is kind]
-                if count >= 3 and sum(1 for _ in like[0].modules()) >= SMALLEST:
+            kinds: dict[object, list[nn.Module]] = {}
+            for child in container.children():
+                sizes = tuple((name, held.shape) for name, held in child.named_parameters())
+                kinds.setdefault((type(child), sizes), []).append(child)
+            for like in kinds.values():
+                if len(like) >= 3 and sum(1 for _ in like[0].modules()) >= SMALLEST:
                     found |= {id(child): like for child in like if id(child) not in found}
     return found
+
+
+def _lone(model: nn.Module, siblings: Mapping[int, object]) -> frozenset[int]:
+    """The modules that may be called more than once, and that have no layers with others like them: those are seen by themselves."""
+    above: set[str] = set()
+    for path, module in model.named_modules():
+        words = path.split(".") if id(module) in siblings else []
+        above.update(".".join(words[:count]) for count in range(len(words)))
+    sizes: Counter[str] = Counter()
+    for path, _ in model.named_modules():
+        words = path.split(".")
+        sizes.update(".".join(words[:count]) for count in range(1, len(words) + 1))
+    return frozenset(
+        id(module)
+        for path, module in model.named_modules()
+        if path and path not in above and id(module) not in siblings and sizes[path] >= SMALLEST
+    )
 
 
 def _hooks_everywhere() -> bool:

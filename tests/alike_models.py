@@ -417,6 +417,84 @@ class Encoder(Model):
         super().__init__(lambda index: nn.TransformerEncoderLayer(SIZE, 2, 2 * SIZE, batch_first=True))
 
 
+class Again(Model):
+    """One layer, called again and again."""
+
+    def __init__(self, layer: Callable[[int], nn.Module] = Layer, times: int = 6) -> None:
+        super().__init__(layer, layers=1)
+        self.times = times
+
+    def run(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.layers[0](x)
+        return x
+
+
+class AgainOnAttribute(Again):
+    """The same, of a layer that is in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.layers[0]
+        del self.layers
+
+    def run(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.layer(x)
+        return x
+
+
+class AgainAndAgain(Again):
+    """Called as often, each time with another number."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for step in range(self.times):
+            x = self.layers[0](x, step)
+        return x
+
+
+class AgainChanged(Again):
+    """An attribute that the layer reads is another one at each call."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for step in range(self.times):
+            self.layers[0].index = step
+            x = self.layers[0](x)
+        return x
+
+
+class Stage(nn.Module):
+    """Layers, then a scale: of stages with as many parameters, some are alike."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(index) for index in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * 2
+
+
+class Stages(Model):
+    """Lists of layers, of which each is a layer of a list."""
+
+    def __init__(self, *layers: int) -> None:
+        super().__init__(lambda index: Stage(layers[index]), len(layers))
+
+
+class TwoPasses(Model):
+    """All layers, twice: what is called again has layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = Stage(4)
+        del self.layers
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.stage(self.stage(x))  # type: ignore[no-any-return]
+
+
 ALIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "plain": (Model, 3),
     "another buffer": (lambda: Model(Constant), 3),
@@ -431,10 +509,19 @@ ALIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "one line each": (Unrolled, 4),
     "without gradients": (lambda: Frozen(layers=8), 2),
     "the last never runs": (lambda: Skipping(), 2),
+    "one layer again and again": (Again, 3),  # a second call shows that it is one
+    "one layer of no list": (AgainOnAttribute, 3),
+    "alike stages": (lambda: Stages(2, 2, 2, 2), 2),
+    "stages of layers": (lambda: Stages(2, 5, 4), 7),  # of one list or of another
+    "all layers twice": (TwoPasses, 5),  # the last of the list is traced each time
 }
 """Models, and how many of their layers are copies: of every kind, all but the first and the last."""
 
 UNLIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "again with another number": (lambda: AgainAndAgain(TakesFactor), 0),
+    "again after a change": (lambda: AgainChanged(Scaled), 0),
+    "again with dropout": (lambda: Again(Dropping), 3),
+    "again, and counts": (lambda: Again(CountingOutside), 0),
     "scaled by the index": (lambda: Model(Scaled), 0),
     "scaled in the middle": (lambda: Model(ScaledInTheMiddle), 0),
     "rates of dropout": (lambda: Model(Dropping), 0),
