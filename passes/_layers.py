@@ -15,7 +15,6 @@ traced. Afterwards the last one's operations are compared with the first one's, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from tpcompile.passes._likeness import Globals, has_hooks, kind_of
 from tpcompile.passes._marks import AGAIN, BEGIN, END
+from tpcompile.passes._repeats import lone_in, siblings_in
 from tpcompile.passes._sight import (
     Reads,
     Sight,
@@ -48,10 +48,6 @@ from tpcompile.passes._sight import (
 
 class Different(Exception):
     """What makes the captured layers no copies of each other, after all."""
-
-
-SMALLEST = 4
-"""A layer has at least so many modules: of smaller ones an operation costs as much as what it stands for."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,8 @@ class Layers:
         self.notes: dict[str, None] = {}
         self.templates: list[Template] = []
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._siblings = _siblings(model)
-        self._lone = _lone(model, self._siblings)
+        self._siblings = siblings_in(model)
+        self._lone = lone_in(model, self._siblings)
         self._called: set[int] = set()
         self._inside = False
         self._globals: dict[tuple[type, ...], Globals] = {}
@@ -235,38 +231,6 @@ class Layers:
         made = iter(AGAIN(number, list(sight.tensors), like))
         leaves = [next(made) if isinstance(r, Tensor) else sight.tensors[r] if isinstance(r, int) else None for r in template.results]
         return pytree.tree_unflatten(leaves, template.spec)
-
-
-def _siblings(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The layers that may have others like them: of lists and sequences, the modules of a class and of parameters that come three times."""
-    found: dict[int, list[nn.Module]] = {}
-    for container in model.modules():
-        if isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            kinds: dict[object, list[nn.Module]] = {}
-            for child in container.children():
-                sizes = tuple((name, held.shape) for name, held in child.named_parameters())
-                kinds.setdefault((type(child), sizes), []).append(child)
-            for like in kinds.values():
-                if len(like) >= 3 and sum(1 for _ in like[0].modules()) >= SMALLEST:
-                    found |= {id(child): like for child in like if id(child) not in found}
-    return found
-
-
-def _lone(model: nn.Module, siblings: Mapping[int, object]) -> frozenset[int]:
-    """The modules that may be called more than once, and that have no layers with others like them: those are seen by themselves."""
-    above: set[str] = set()
-    for path, module in model.named_modules():
-        words = path.split(".") if id(module) in siblings else []
-        above.update(".".join(words[:count]) for count in range(len(words)))
-    sizes: Counter[str] = Counter()
-    for path, _ in model.named_modules():
-        words = path.split(".")
-        sizes.update(".".join(words[:count]) for count in range(1, len(words) + 1))
-    return frozenset(
-        id(module)
-        for path, module in model.named_modules()
-        if path and path not in above and id(module) not in siblings and sizes[path] >= SMALLEST
-    )
 
 
 def _hooks_everywhere() -> bool:
