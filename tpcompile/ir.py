@@ -58,10 +58,16 @@ class Count:
     graph: fx.Graph | None
 
     @cached_property
-    def interpreter(self) -> fx.Interpreter:
+    def module(self) -> fx.GraphModule:
         """What runs the graph: made once, since making one generates code."""
         assert self.graph is not None
-        return fx.Interpreter(fx.GraphModule({}, self.graph))
+        return fx.GraphModule({}, self.graph)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The graph's placeholders."""
+        assert self.graph is not None
+        return tuple(node.name for node in self.graph.find_nodes(op="placeholder"))
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,12 @@ def counts(program: Program, model: nn.Module, tensors: Mapping[str, Tensor], mi
 def _of_replica(
     count: Count, program: Program, model: nn.Module, tensors: Mapping[str, Tensor], microbatches: int, groups: Groups
 ) -> Tensor:
-    run, dims = count.interpreter, {name: i.batch_dim for name, i in program.inputs.items()}
-    names = [node.name for node in run.graph.nodes if node.op == "placeholder"]
+    dims = {name: i.batch_dim for name, i in program.inputs.items()}
     parts = []
     with torch.no_grad():
         for index in range(microbatches):
             rows = part(tensors, dims, index, microbatches)
-            made = run.run(*(_value(name, program, model, rows, groups) for name in names))
+            made = count.module(*(_value(name, program, model, rows, groups) for name in count.operands))
             parts.append(torch.as_tensor(made, device=groups.device).double())
     return torch.stack(parts).sum(0)
 
