@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import tpcompile
 from tpcompile.demo.model import GPT, Config
-from tpcompile.errors import InputError
+from tpcompile.errors import InputError, Refused
 from tpcompile.export.numbers import decode, encode
 from tpcompile.export.read import Saved
 from tpcompile.layout import symbol
@@ -101,10 +101,66 @@ class TestFiles:
             written(tmp_path)
         assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
-    def test_what_was_written_before_goes(self, tmp_path: Path) -> None:
+    def test_what_was_written_before_goes_and_what_others_put_there_stays(self, tmp_path: Path) -> None:
         written(tmp_path)
+        (tmp_path / "notes.txt").write_text("mine")
+        for _ in range(2):
+            written(tmp_path, mesh="tp=2")
+            names = {file.name for file in tmp_path.iterdir()}
+            assert names == {*json.loads((tmp_path / "manifest.json").read_text())["files"], "manifest.json", "notes.txt"}
+            assert "notes.txt" not in json.loads((tmp_path / "manifest.json").read_text())["files"]
+            assert "stage_1.py" not in names and "rank_002.safetensors" not in names
+
+
+class Bessel(nn.Module):
+    """What ONNX has no operator for; and an output that has no place in a manifest, which is written last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        return self.down(torch.special.i0(self.up(x))), torch.float32
+
+
+class TestAllOrNothing:
+    @pytest.mark.parametrize("formats", [(), ("onnx",)])
+    def test_a_refusal_leaves_the_folder_as_it_was(self, tmp_path: Path, formats: tuple[str, ...]) -> None:
+        folder, x = tmp_path / "deep" / "build", torch.randn(4, 3, 6)
+        failing = tpcompile.compile(Bessel(), "tp=2", x)
+
+        def refused() -> None:
+            if formats:
+                with pytest.raises(Refused) as raised:
+                    failing.emit(folder, formats=formats)
+                assert raised.value.what.startswith("ONNX cannot hold stage 0: No ONNX function found for") and "bessel_i0" in str(
+                    raised.value
+                )
+            else:
+                with pytest.raises(InputError, match="the output holds a dtype, which has no place in a file"):
+                    failing.emit(folder)
+
+        refused()
+        assert not folder.exists()
+        written(folder, mesh="tp=2")
+        (folder / "notes.txt").write_text("mine")
+        before = {file.name: file.read_bytes() for file in folder.iterdir()}
+        refused()
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+        tpcompile.load(folder)
+
+    def test_what_a_killed_process_left_is_cleared(self, tmp_path: Path) -> None:
+        """Killed while it wrote, and while it moved what it had written: the files of its own manifest are known to be its own."""
+        (tmp_path / ".unfinished").mkdir()
+        (tmp_path / ".unfinished" / "stage_0.py").write_text("half")
+        written(tmp_path)
+        names = [file.name for file in tmp_path.iterdir()]
+        (tmp_path / ".unfinished").mkdir()
+        for name in ("manifest.json", "rank_002.safetensors"):
+            (tmp_path / name).rename(tmp_path / ".unfinished" / name)
         written(tmp_path, mesh="tp=2")
-        assert not (tmp_path / "stage_1.py").exists() and not (tmp_path / "rank_002.safetensors").exists()
+        assert "stage_1.py" in names and not {".unfinished", "stage_1.py", "rank_002.safetensors"} & {f.name for f in tmp_path.iterdir()}
+        tpcompile.load(tmp_path)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])

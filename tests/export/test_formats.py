@@ -182,7 +182,7 @@ class TestPackages:
         monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", failing)
         with pytest.raises(Refused) as raised:
             tpcompile.compile(Sums(), "tp=2", torch.randn(4, 3, 6)).emit(tmp_path, formats=["aoti"])
-        assert raised.value.what == "AOTInductor cannot package stage 0: no kernel for this"
+        assert raised.value.what == "AOTInductor cannot package stage 0: no kernel for this" and not any(tmp_path.iterdir())
 
     def test_random_numbers_are_refused(self, tmp_path: Path) -> None:
         made, batch, _ = parity_models.made("gpt2", torch.float32)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 from tpcompile.errors import InputError, TpcompileError, caller, several
 
 MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished"
 FORMAT = 1
 
 
@@ -29,11 +33,50 @@ def digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+@contextmanager
+def written_whole(directory: Path) -> Iterator[Path]:
+    """A folder to write a program to; its files come to stand in `directory`, for those of an earlier program, when all are there.
+
+    After an error everything is as it was before. The folder is inside `directory`, where files are moved and not copied. Raises
+    InputError for a directory with other files than a program's.
+    """
+    made = not directory.exists()
+    earlier, part = _earlier(directory), directory / UNFINISHED
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    part.mkdir(parents=True)
+    try:
+        yield part
+        _publish(part, directory, earlier)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if made and not any(directory.iterdir()):
+            directory.rmdir()
+
+
+def _earlier(directory: Path) -> set[str]:
+    """The files of an earlier program, and of one whose writer was killed while it moved them. Raises InputError where others stand."""
+    manifests = [path for path in (directory / MANIFEST, directory / UNFINISHED / MANIFEST) if path.is_file()]
+    if not manifests and directory.exists() and any(file.name != UNFINISHED for file in directory.iterdir()):
+        what = f"{directory} is not empty, and no program was written there"
+        raise InputError(what, at=f"compiled.emit({str(directory)!r})", source=caller(), fix="give a new folder")
+    return {Path(name).name for path in manifests for name in json.loads(path.read_text(encoding="utf-8"))["files"]}
+
+
+def _publish(part: Path, directory: Path, earlier: set[str]) -> None:
+    """The manifest comes last: until then no file but those that it replaces is vouched for. What the new program lacks goes."""
+    names = sorted((file.name for file in part.iterdir()), key=lambda name: (name == MANIFEST, name))
+    for name in names:
+        os.replace(part / name, directory / name)
+    for name in earlier.difference(names):
+        (directory / name).unlink(missing_ok=True)
+
+
 def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest, with the hashes of all files that stand in the directory. It comes last: without it nothing is loaded."""
     named = {file.name: digest(file) for file in sorted(directory.iterdir()) if file.is_file() and file.name != MANIFEST}
     text = json.dumps({"format": FORMAT, "versions": versions(), **content, "files": named}, indent=1, ensure_ascii=False)
-    (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    (directory / f".{MANIFEST}").write_text(text + "\n", encoding="utf-8")
+    os.replace(directory / f".{MANIFEST}", directory / MANIFEST)  # never half of one
 
 
 def read_manifest(directory: Path, call: str) -> dict[str, Any]:

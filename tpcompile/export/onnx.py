@@ -14,31 +14,44 @@ import torch
 from torch import Tensor, nn
 
 from tpcompile.collectives import place
-from tpcompile.errors import InputError, caller
+from tpcompile.errors import InputError, Refused, caller
 from tpcompile.export.spelled import Calls, decompositions
 from tpcompile.export.traced import trace
 from tpcompile.ir import Program, Stage
+from tpcompile.passes._reasons import reason_of
 
+AT = 'compiled.emit(formats=["onnx"])'
 DOMAIN, VERSION = "com.microsoft", 1
 
 
 def write_onnx(module: nn.Module, program: Program, stage: Stage, sizes: Mapping[sympy.Symbol, int], coordinate: int, file: Path) -> None:
     """Write a stage's forward of one tensor rank. Sizes that the capture left open are open in the file.
 
-    Raises InputError where the packages onnx and onnxscript are missing.
+    Raises InputError where the packages onnx and onnxscript are missing, and Refused with the reason for what ONNX has no operator for.
     """
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch.onnx imports it)
     except ImportError as error:
         what = f"writing ONNX needs the package {error.name}"
-        raise InputError(what, at='compiled.emit(formats=["onnx"])', source=caller(), fix='pip install "tpcompile[onnx]"') from error
+        raise InputError(what, at=AT, source=caller(), fix='pip install "tpcompile[onnx]"') from error
     exported = trace(module, program, stage, sizes, coordinate).run_decompositions(_decompositions())
     outputs = [boundary.name for boundary in stage.sends] or list(program.returned())
-    made = torch.onnx.export(exported, (), dynamo=True, optimize=False, verbose=False, output_names=outputs)
+    try:
+        made = torch.onnx.export(exported, (), dynamo=True, optimize=False, verbose=False, output_names=outputs)
+    except torch.onnx.OnnxExporterError as error:
+        what = f"ONNX cannot hold stage {stage.index}: {_first_cause(error)}"
+        raise Refused(what, at=AT, source=caller(), fix="leave onnx out of formats") from error
     assert made is not None
     made.save(file, external_data=_is_large(module))
     onnx.checker.check_model(str(file), full_check=True)
+
+
+def _first_cause(error: BaseException) -> str:
+    """A line of the error that others were raised from: the exporter's own are of pages, for its developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return reason_of(error)
 
 
 def _is_large(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ build/
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from tpcompile.driver import Compilation
 from tpcompile.errors import InputError, Refused, caller
-from tpcompile.export.files import MANIFEST, write_manifest
+from tpcompile.export.files import write_manifest, written_whole
 from tpcompile.export.manifest import manifest
 from tpcompile.ir import Program
 from tpcompile.passes._source import function
@@ -39,11 +38,21 @@ aten = torch.ops.aten
 
 
 def emit(compilation: Compilation, model: nn.Module, directory: Path, formats: Sequence[str] = ()) -> None:
-    """Write the programs of all ranks. One rank's tensors are in memory at a time."""
-    mesh = compilation.mesh
+    """Write the programs of all ranks, or after an error none. One rank's tensors are in memory at a time."""
     bare = any(tensor.is_meta for tensor in model.parameters())
     _check_formats(formats, bare, random=compilation.program.random)
-    prepare(directory)
+    with written_whole(directory) as folder:
+        ranks = _write_ranks(compilation, model, folder, formats, bare=bare)
+        write_counts(compilation.program, model, folder)
+        write_plan(compilation, folder)
+        write_manifest(folder, manifest(compilation, model, ranks))
+
+
+def _write_ranks(
+    compilation: Compilation, model: nn.Module, directory: Path, formats: Sequence[str], *, bare: bool
+) -> list[dict[str, Any]]:
+    """Sources, weights and other formats. Returns every rank's place and the files that it has, for the manifest."""
+    mesh = compilation.mesh
     ranks, written = [], set[int]()
     held = {rank: _stages(compilation, rank) for rank in range(mesh.size)}
     first = {tuple(stages): rank for rank, stages in reversed(held.items())}  # stages → the lowest rank that holds them
@@ -62,9 +71,7 @@ def emit(compilation: Compilation, model: nn.Module, directory: Path, formats: S
                     _write_as(name, compilation, program, directory, stem)
         others = {name: [_named(stem, stage, stages, name) for stage in stages] for name in formats}
         ranks.append({"rank": rank, **place, "stages": stages, "weights": None if bare else f"{stem}.safetensors", **others})
-    write_counts(compilation.program, model, directory)
-    write_plan(compilation, directory)
-    write_manifest(directory, manifest(compilation, model, ranks))
+    return ranks
 
 
 def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
@@ -116,19 +123,6 @@ def _named(stem: str, stage: int, held: Sequence[int], name: str) -> str:
 def _stages(compilation: Compilation, rank: int) -> list[int]:
     """The stages that a rank holds."""
     return [stage.index for stage in compilation.step.stages_at(compilation.mesh.coordinates(rank)["pp"])]
-
-
-def prepare(directory: Path) -> None:
-    """Make a folder, or clear one that a program was written to. Raises InputError for a folder with other files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    found = list(directory.iterdir())
-    if found and not (directory / MANIFEST).is_file():
-        what = f"{directory} is not empty, and no program was written there"
-        raise InputError(what, at=f"compiled.emit({str(directory)!r})", source=caller(), fix="give a new folder")
-    if found:
-        written = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name in (MANIFEST, *written):
-            (directory / Path(name).name).unlink(missing_ok=True)
 
 
 def write_plan(compilation: Compilation, directory: Path) -> None:

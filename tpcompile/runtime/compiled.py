@@ -253,10 +253,11 @@ class Compiled:
         """Write the programs of all ranks to a folder, `directory`: `stage_K.py`, `rank_NNN.safetensors`, `plan.txt`, `manifest.json`.
 
         The weights are those of the running program, once it has run, and else the model's; a model on the meta device that has not run
-        gives programs without weights. A folder that a program was written to before is written anew. Collective once it has run: rank 0
-        writes, and has the whole weights in memory meanwhile. Raises InputError for a folder with other files, for a format that is none,
-        that holds weights which a model on the meta device lacks, or whose packages or compiler are missing; Refused for what a format
-        cannot hold, such as random numbers in "onnx" and "aoti".
+        gives programs without weights. A folder that a program was written to before is written anew, when all files of the new one are
+        there: after an error it is as it was. Collective once it has run: rank 0 writes, and has the whole weights in memory meanwhile.
+        Raises InputError for a folder with other files, for a format that is none, that holds weights which a model on the meta device
+        lacks, or whose packages or compiler are missing; Refused for what a format cannot hold, such as random numbers in "onnx" and
+        "aoti".
 
         `formats` adds forms of every rank's forward, which `tpcompile check build/` compares with the sources:
 
