@@ -28,7 +28,7 @@ EXACT = (torch.float32, torch.float64)
 """Types of which kernels compute in no wider one."""
 
 
-class Left(Exception):
+class LeftWritten(Exception):
     """Why an attention stays as it is written."""
 
 
@@ -57,7 +57,7 @@ class _Above:
 
 
 def written(node: fx.Node, types: Mapping[str, Any], numbers: Mapping[str, float]) -> Written | None:
-    """The attention that a softmax is in; None for a softmax that is in none. Raises Left.
+    """The attention that a softmax is in; None for a softmax that is in none. Raises LeftWritten.
 
     `numbers` are the values that are the same number everywhere, by name.
     """
@@ -72,7 +72,7 @@ def written(node: fx.Node, types: Mapping[str, Any], numbers: Mapping[str, float
     _refuse_uses(below[:-1], seen, types)
     _refuse_kinds([types[each.name] for each in (query, turned, value, out, product, weights)])
     if argument(node, "dim") not in (-1, 3):
-        raise Left("its softmax is not over the keys")
+        raise LeftWritten("its softmax is not over the keys")
     return Written(query, turned, value, out, product, seen.scale, seen.added, seen.filled)
 
 
@@ -157,25 +157,25 @@ def _below(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _refuse_uses(weights: list[fx.Node], seen: _Above, types: Mapping[str, Any]) -> None:
-    """Raise Left where scores or weights are read elsewhere, are dropped, or are in another type."""
+    """Raise LeftWritten where scores or weights are read elsewhere, are dropped, or are in another type."""
     if any("dropout" in op_name(each) for each in weights):
-        raise Left("its weights are dropped at random")
+        raise LeftWritten("its weights are dropped at random")
     if any(len(each.users) > 1 for each in weights):
-        raise Left("its weights are used elsewhere")
+        raise LeftWritten("its weights are used elsewhere")
     if any(len(each.users) > 1 for each in seen.inner):
-        raise Left("its scores are used elsewhere")
+        raise LeftWritten("its scores are used elsewhere")
     if len({types[each.name].dtype for each in (*weights, *seen.inner)}) > 1:
-        raise Left("its softmax is computed in another type")
+        raise LeftWritten("its softmax is computed in another type")
 
 
 def _refuse_kinds(kinds: list[Any]) -> None:
-    """Raise Left for operands that torch's kernels do not take, or for which they compute something else."""
+    """Raise LeftWritten for operands that torch's kernels do not take, or for which they compute something else."""
     query, turned, value, _, scores, weights = kinds
     if not all(isinstance(kind, TensorType) and len(kind.shape) == 4 for kind in kinds):
-        raise Left("it is not in four dimensions, [batch, heads, positions, features]")
+        raise LeftWritten("it is not in four dimensions, [batch, heads, positions, features]")
     if not all(kind.dtype == query.dtype for kind in kinds) or query.dtype not in EXACT:
-        raise Left("in 16 bits, one operation rounds in other places")
+        raise LeftWritten("in 16 bits, one operation rounds in other places")
     if len({kind.shape[:2] for kind in (query, turned, value, scores)}) > 1 or value.shape[-1] != query.shape[-1]:
-        raise Left("its queries, keys and values are not alike in shape")
+        raise LeftWritten("its queries, keys and values are not alike in shape")
     if weights.shape != scores.shape:
-        raise Left("its mask has more dimensions than its scores")
+        raise LeftWritten("its mask has more dimensions than its scores")

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-from tpcompile.ir import Draft, Program
+from tpcompile.ir import Draft, Left, Program
 from tpcompile.layout import Size, TensorType
 from tpcompile.operation import argument, op_name
-from tpcompile.passes._attention import SOFTMAX, Left, Written, written
+from tpcompile.passes._attention import SOFTMAX, LeftWritten, Written, written
 from tpcompile.passes._dropout import ATTENTION, OPERANDS, broadcast
 from tpcompile.passes._indices import ALWAYS, NEVER, Condition, at_least_zero, index, placed
 from tpcompile.passes._masks import Masks, cases_of, masks_of
 
 aten = torch.ops.aten
+SPELLED = "aten._safe_softmax.default"
+"""The softmax of attention with dropout, when normalize has written it out."""
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -37,42 +40,61 @@ def attend(program: Program) -> Program:
             %y = scaled_dot_product_attention(%x, %k, %v) : bf16[b, 8, s, 64]
     after   %y = scaled_dot_product_attention(%x, %x1, %x2, enable_gqa=True)
     """
-    places = [node.name for node in program.graph.nodes if node.op == "call_function" and op_name(node) in (ATTENTION, *SOFTMAX)]
+    places = [node.name for node in program.graph.nodes if node.op == "call_function" and op_name(node) in (ATTENTION, SPELLED, *SOFTMAX)]
     if not places:
         return program
     draft = Draft(program)
-    attention = _Attention(draft, masks_of(program))
+    attention = _Attention(draft)
     for name in places:
         attention.rewrite(draft.nodes[name])
     said = tuple(f"{count} {what}" for what, count in attention.said.items())
-    return replace(draft.freeze(), attention=said)
+    return replace(draft.freeze(), attention=said, kept=tuple(attention.kept))
 
 
 class _Attention:
     """The attentions of a draft, one after the other, and what is said of them."""
 
-    def __init__(self, draft: Draft, masks: Masks) -> None:
-        self.draft, self.masks = draft, masks
-        self.same = {name: value[0][0] for name, each in masks.values.items() if (value := cases_of(each)) and len(value) == 1}
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
         self.said: Counter[str] = Counter()
+        self.kept: list[Left] = []
+
+    @cached_property
+    def masks(self) -> Masks:
+        return masks_of(self.draft.program)
+
+    @cached_property
+    def same(self) -> dict[str, Any]:
+        """The values that are one number everywhere."""
+        return {name: value[0][0] for name, each in self.masks.values.items() if (value := cases_of(each)) and len(value) == 1}
 
     def type(self, node: fx.Node) -> TensorType:
         found = self.draft.types[node.name]
         assert isinstance(found, TensorType)
         return found
 
+    def keep(self, node: fx.Node, what: str) -> None:
+        """Say that an attention stays, as far as that goes, and why."""
+        self.said[what] += 1
+        source = self.draft.sources.get(node.name)
+        self.kept.append(Left((source.path if source else "") or node.name, node.name, what, source))
+
     def rewrite(self, node: fx.Node) -> None:
         if op_name(node) == ATTENTION:
             self.name_mask(node)
             self.share_heads(node)
+            return
+        if op_name(node) == SPELLED:
+            if any("dropout" in op_name(user) for user in node.users):
+                self.keep(node, "written out: no key repeats a fused kernel's dropout (dropout='fast' keeps it)")
             return
         try:
             found = written(node, self.draft.types, self.same)
             if found is not None:
                 causal = self.join(node, found)
                 self.said["written out, now one operation" + (" that is causal" if causal else "")] += 1
-        except Left as reason:
-            self.said[f"left as written: {reason}"] += 1
+        except LeftWritten as reason:
+            self.keep(node, f"left as written: {reason}")
 
     # --- masks
 
@@ -86,7 +108,7 @@ class _Attention:
         if self.type(node).shape[:-1] != self.type(query).shape[:-1]:
             kind, reason = "", "it has more dimensions than the queries"
         if not kind:
-            self.said[f"with a mask that stays: {reason}"] += 1
+            self.keep(node, f"with a mask that stays: {reason}")
             return
         self.said["whose mask is causal" if kind == "causal" else "whose mask hides nothing"] += 1
         kwargs = {} if scale is None else {"scale": scale}
@@ -138,7 +160,7 @@ class _Attention:
         if not isinstance(count, int) or kind.shape[1] != count * own[0].shape[1]:
             return
         if mask is not None or kind.dtype not in HALF:
-            self.said["whose key/value heads are repeated: " + ("it has a mask" if mask is not None else "not in 16 bits")] += 1
+            self.keep(node, "whose key/value heads are repeated: " + ("it has a mask" if mask is not None else "not in 16 bits"))
             return
         node.args = (query, *(each.args[0] for each in repeats), *node.args[3:])
         node.kwargs = {**node.kwargs, "enable_gqa": True}
@@ -147,7 +169,7 @@ class _Attention:
     # --- what is written out
 
     def join(self, softmax: fx.Node, found: Written) -> bool:
-        """Put one operation in the place of many. Returns whether it is causal. Raises Left."""
+        """Put one operation in the place of many. Returns whether it is causal. Raises LeftWritten."""
         draft, kind = self.draft, self.type(found.query)
         key_length = self.type(found.turned).shape[-1]
         causal, mask_nodes = self.hidden(found, [kind.shape[-2], key_length], kind.dtype)
@@ -163,7 +185,7 @@ class _Attention:
         return causal
 
     def hidden(self, found: Written, lengths: list[Size], dtype: torch.dtype) -> tuple[bool, list[fx.Node]]:
-        """Whether an attention is causal, and else what is added to its scores. Raises Left.
+        """Whether an attention is causal, and else what is added to its scores. Raises LeftWritten.
 
         A number that is as low as can be hides a key as -inf does where another key of its row is seen: its weight is exp of less than
         -10,000, which is 0 in all types. Causal rows see themselves.
@@ -172,13 +194,15 @@ class _Attention:
         for condition, number, seen in found.filled:
             value = self.same.get(number.name) if isinstance(number, fx.Node) else number
             if not isinstance(value, (int, float)) or value > lowest(dtype):
-                raise Left(f"it fills {value:g} into its scores" if isinstance(value, (int, float)) else "it fills in what is no number")
+                raise LeftWritten(
+                    f"it fills {value:g} into its scores" if isinstance(value, (int, float)) else "it fills in what is no number"
+                )
             cases, own = cases_of(self.masks.values.get(condition.name)), self.type(condition)
             if cases is None:
-                raise Left(f"it fills in by a mask: {self.masks.why.get(condition.name, 'it counts')}")
+                raise LeftWritten(f"it fills in by a mask: {self.masks.why.get(condition.name, 'it counts')}")
             kind, reason = self.shown(dict(cases).get(seen, NEVER), own, lengths)
             if not kind:
-                raise Left(f"it fills in by a mask: {reason}")
+                raise LeftWritten(f"it fills in by a mask: {reason}")
             causal |= kind == "causal"
         filled = causal
         for each in found.added:
@@ -186,13 +210,13 @@ class _Attention:
             causal |= kind == "causal"
             kept += [each] if kind == "" else []
         if kept and filled:
-            raise Left("it has a mask that fills in and one that is added")
+            raise LeftWritten("it has a mask that fills in and one that is added")
         for each in kept:
             self.refuse_mask(each, lengths, dtype)
         return (False, found.added) if kept else (causal, [])
 
     def refuse_mask(self, mask: fx.Node, lengths: list[Size], dtype: torch.dtype) -> None:
-        """Raise Left unless every query is known to see its own key.
+        """Raise LeftWritten unless every query is known to see its own key.
 
         Of a row whose keys all have the lowest number added, softmax makes equal weights; torch's fused kernels recompute these in
         backward from the logarithm of their sum, which is lost beside such a number: gradients are as many times too large as there are
@@ -200,13 +224,13 @@ class _Attention:
         """
         own, cases = self.type(mask), cases_of(self.masks.values.get(mask.name))
         if cases is None:
-            raise Left(f"a row of its mask may hide all keys: {self.masks.why.get(mask.name, 'it counts')}")
+            raise LeftWritten(f"a row of its mask may hide all keys: {self.masks.why.get(mask.name, 'it counts')}")
         rank = len(own.shape)
         shown, diagonal = dict(cases).get(0.0, NEVER), {dim: index(rank - 2 if dim == rank - 1 else dim) for dim in range(rank)}
         if rank < 2 or own.shape[-2] != own.shape[-1] or lengths != list(own.shape[-2:]) or placed(shown, diagonal, own.shape) != ALWAYS:
-            raise Left("a row of its mask may hide all keys")
+            raise LeftWritten("a row of its mask may hide all keys")
         if own.dtype != dtype or any(number > 0 for number, _ in cases):
-            raise Left("its mask is of another type" if own.dtype != dtype else "its mask adds more than 0")
+            raise LeftWritten("its mask is of another type" if own.dtype != dtype else "its mask adds more than 0")
 
     def turned(self, value: fx.Node, like: fx.Node) -> fx.Node:
         """The keys of their transpose."""

@@ -60,7 +60,8 @@ class Total:
 
 
 Totals = dict[tuple[str, str, str], Total]
-"""By the axis that the group lies along, the call, and "update" for what an optimizer's step does, "" for the rest."""
+"""By the axis that the group lies along, the call, and what comes after the step of training, "" for what is in it."""
+AFTER = ("clipping", "update")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Traffic:
     rank: int
     expected: list[Call]
     ran: list[Call]
-    updated: list[Call]  # by the optimizer's step after it
+    clipped: list[Call]  # by clipping the norm of gradients after it
+    updated: list[Call]  # by the optimizer's step after that
     stated: Totals  # by `explain()`, of the first tensor rank at this place along the pipeline
     wire: int = 0  # bytes that the process has sent in the step over TCP
 
@@ -90,9 +92,12 @@ def step(case: Case) -> Traffic:
     compiled.train_step(**batch)
     wire, ran = sent() - before, calls[1:]
     calls.clear()
+    compiled.clip_grad_norm_(1.0)
+    clipped = list(calls)
+    calls.clear()
     optimizer.step()
     made = compiled.compilation
-    return Traffic(made.mesh, rank, expected(made, rank), ran, list(calls), stated(made, rank), wire)
+    return Traffic(made.mesh, rank, expected(made, rank), ran, clipped, list(calls), stated(made, rank), wire)
 
 
 def stated(compilation: Compilation, rank: int) -> Totals:
@@ -101,7 +106,7 @@ def stated(compilation: Compilation, rank: int) -> Totals:
     for stage in compilation.step.stages_at(mesh.coordinates(rank)["pp"]):
         for one, *numbers in load.calls[stage.index]:
             axis = axis_of(mesh, rank, range(mesh.size)) if one.axis == "all" else one.axis
-            key = axis, one.call, one.direction if one.direction == "update" else ""
+            key = axis, one.call, one.direction if one.direction in AFTER else ""
             found[key] = found.get(key, Total()) + Total(*numbers)
     return found
 
@@ -109,7 +114,7 @@ def stated(compilation: Compilation, rank: int) -> Totals:
 def totals(one: Traffic) -> Totals:
     """The same of what a rank has said, but what it received."""
     found = Totals()
-    for part, calls in (("", one.ran), ("update", one.updated)):
+    for part, calls in (("", one.ran), ("clipping", one.clipped), ("update", one.updated)):
         for call in calls:
             if call.call != "recv":
                 key = axis_of(one.mesh, one.rank, call.ranks), call.call, part

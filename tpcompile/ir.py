@@ -112,6 +112,7 @@ class Program:
     guards: Guards | None = None  # None: a program that no capture made
     witness: Program | None = None  # of the same model for more rows, where this one was captured for a single row
     notes: tuple[str, ...] = ()  # what the capture left out, in words
+    kept: tuple[Left, ...] = ()  # attentions that stay as the model writes them, and why
     attention: tuple[str, ...] = ()  # which attentions were written in another way, and why others were not, in words
     repeated: tuple[str, ...] = ()  # which layers were captured as copies of which, and why others were not, in words
 
@@ -176,7 +177,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Left:
-    """A linear that stays whole, and why."""
+    """What stays as it is, and why: a linear, for one, that stays whole."""
 
     name: str
     node: str

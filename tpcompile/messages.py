@@ -27,7 +27,7 @@ class Sent:
     """One call of a process group. Every rank of the group gives a tensor of this type and number of elements to it."""
 
     axis: str  # "tp", "dp", "pp"; "all" for all processes
-    direction: str  # "forward" or "backward"; "step" for what is done once for all micro-batches, "update" by an optimizer's step
+    direction: str  # "forward" or "backward"; "step": once for all micro-batches; "clipping", "update": after it
     call: str  # as in collectives.RING, or "recv"
     value: str  # the value that is sent, or what the call is for
     dtype: torch.dtype

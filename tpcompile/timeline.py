@@ -7,7 +7,7 @@
 
 Without a pipeline the gradients' reduction overlaps the last backward: it has its own group, so only the order within it is said here.
 Replicas that share out parameters gather them in the schedule's course (`tpcompile.sharing`). What an optimizer's step gathers after it,
-where they share out its state alone, is in `Step.updated`.
+where they share out its state alone, is in `Step.updated`, and what clipping adds up before that in `Step.clipped`.
 """
 
 from __future__ import annotations
@@ -111,6 +111,11 @@ class Step:
         yield from self._summed(place, tp)
         yield from self._shared(place, tp)
         yield from self._loss(place)
+
+    def clipped(self) -> Iterator[Sent]:
+        """What `clip_grad_norm_` hands over: the sum of every rank's part of the norm, or for the largest gradient two numbers."""
+        if self.mesh.size > 1:
+            yield Sent("all", "clipping", "all_reduce", "norm", torch.float64, 1)
 
     def updated(self, at: int, tp: int = 0) -> Iterator[Sent]:
         """What an optimizer's step hands over, under zero1: the rows of every parameter that this replica has stepped, several at once."""

@@ -82,7 +82,7 @@ def test_a_step_makes_the_calls_of_its_timeline(mesh: str, job: int) -> None:
 
 @pytest.mark.parametrize(("mesh", "job"), CASES)
 def test_explain_says_as_much(mesh: str, job: int) -> None:
-    """Its table has the first tensor rank's sizes. A call of an optimizer's step is in it too."""
+    """Its table has the first tensor rank's sizes. The calls of clipping and of an optimizer's step are in it too."""
     for traffic in results(mesh)[job]:
         if traffic.mesh.coordinates(traffic.rank)["tp"] == 0:
             said, ran = ({key: (one.count, one.bytes) for key, one in found.items()} for found in (traffic.stated, workers.totals(traffic)))

@@ -12,6 +12,7 @@ import pytest
 from parity_models import compiled
 from torch import nn
 
+import tpcompile
 from tpcompile.driver import Compilation, Options, lower_captured
 from tpcompile.inspect.explain import explain, show
 from tpcompile.inspect.load import Load
@@ -131,6 +132,40 @@ def test_the_estimate_for_other_meshes(mesh: str, mode: str) -> None:
     other = Mesh.of(mesh)
     there = Load(llama(8, mesh, max(4, other.pp), data_parallel=mode))
     assert from_here.guess(other, mode) == pytest.approx(there.most.most, rel=1 / 6)
+
+
+def attention_of(text: str) -> list[str]:
+    """The lines of the table of attention that stays, rows that are folded over several lines joined."""
+    lines = text.splitlines()
+    (start,) = [place for place, line in enumerate(lines) if line.startswith("attention ")]
+    return [" ".join(line.split()) for line in lines[start + 1 : lines.index("", start)]]
+
+
+def test_it_says_why_attention_stays() -> None:
+    """Each reason once, with how many it is of, the layers, and the first line of the model."""
+    import parity_models
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 40}
+    model, batch = BertForMaskedLM(BertConfig(attention_probs_dropout_prob=0.0, **sizes)), parity_models.masked_batch()
+    for mesh in ("tp=2", "pp=2"):
+        made, said = tpcompile.compile(model, mesh, batch), "3 with a mask that stays: it depends on attention_mask"
+        (short,) = [line for line in made.explain().splitlines() if line.startswith("attention")]
+        assert re.fullmatch(rf"attention: {said}, at modeling_bert\.py:\d+", short)
+        (long,) = attention_of(made.explain(full=True))
+        assert long.startswith(f"bert.encoder.layer.0–2.attention.self {said} modeling_bert.py:") and "attn_output, attn_weights =" in long
+    dropped = attention_of(explain(compiled("gpt2", "tp=2"), full=True))
+    assert dropped[0].startswith("transformer.h.0–1.attn 2 written out: no key repeats a fused kernel's dropout modeling_gpt2.py:")
+    assert dropped[1:] == ["(dropout='fast' keeps it)"], "one reason, on two lines"
+    assert "\nattention" not in explain(compiled("gpt", "tp=2")), "all of it is one operation"
+
+
+def test_clipping_is_in_the_traffic() -> None:
+    """One number of float64 from every rank; what moves in a real step is compared with it in tests/distributed/test_traffic.py."""
+    assert "all clipping all-reduce 8 B" in " ".join(explain(compiled("gpt", "pp=2,tp=2")).split())
+    (row,) = [line for line in explain(compiled("gpt", "pp=2,tp=2"), full=True).splitlines() if "clipping" in line]
+    assert row.split()[:8] == ["all", "clipping", "0–1", "all-reduce", "1", "1", "8", "8"]
+    assert "clipping" not in explain(compiled("gpt", "tp=1"), full=True)
 
 
 def test_formulas_are_short() -> None:

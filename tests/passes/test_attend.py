@@ -275,6 +275,27 @@ def test_sixteen_bits_round_in_other_places() -> None:
     assert attend(before).attention == (LEFT + "in 16 bits, one operation rounds in other places",)
 
 
+def test_dropout_inside_attention_is_said_to_be_written_out() -> None:
+    """By normalize, as long as no option keeps it in its kernel."""
+    before = program(lambda m, q, k, v, seen: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    after = attend(before)
+    assert after.attention == ("1 written out: no key repeats a fused kernel's dropout (dropout='fast' keeps it)",)
+    assert [node.target for node in after.graph.nodes] == [node.target for node in before.graph.nodes]
+
+
+def test_what_stays_has_its_line() -> None:
+    """For `explain()`: the node, the reason and the place in the model of every attention that stays."""
+
+    def twice(m: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        first = F.scaled_dot_product_attention(q, k, v, seen[:, None, None])
+        return (scores(first, k).softmax(-2) @ v) + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    masked, written = attend(program(twice)).kept
+    assert masked.reason == "with a mask that stays: it depends on seen" and masked.node == "scaled_dot_product_attention"
+    assert written.reason == LEFT[2:] + "its softmax is not over the keys" and written.node == "softmax"
+    assert all(left.source and left.source.code == "made = self.work(self, q, k, v, seen)" for left in (masked, written))
+
+
 # ------------------------------------------------------------------------------------------------- shared heads
 
 

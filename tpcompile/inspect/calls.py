@@ -1,4 +1,4 @@
-"""What a step of training, and the optimizer's after it, hand to the process groups: calls and bytes, by stage, axis and direction.
+"""What a step of training, clipping and the optimizer's step after it hand to the process groups: by stage, axis and direction.
 
 Bytes are payloads: the size of the tensor that one rank gives to a call (`tpcompile.collectives.table`). Formulas are in the sizes of a
 micro-batch (b rows, s positions, …), the number m of micro-batches of a replica, the number L of layers of the stage where all of them
@@ -27,7 +27,7 @@ from tpcompile.timeline import Posted, Step
 
 MICROBATCHES, LAYERS = symbol("m"), symbol("L")
 AXES = ("tp", "pp", "dp", "all")
-DIRECTIONS = ("forward", "backward", "step", "update")
+DIRECTIONS = ("forward", "backward", "step", "clipping", "update")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _all(step: Step, stage: Stage) -> Iterator[Sent]:
         for sent in event.transfers if isinstance(event, Posted) else (event,) if isinstance(event, Sent) else ():
             if sent.call != "recv" and (sent.stage == stage.index or (sent.stage is None and first)):
                 yield sent
-    yield from step.updated(place) if first else ()
+    yield from (*step.clipped(), *step.updated(place)) if first else ()
 
 
 def _ranks(sent: Sent) -> Size:

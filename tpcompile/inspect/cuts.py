@@ -1,4 +1,4 @@
-"""What is cut over the tensor axis, what each cut sends, and what stays whole and why, as tables."""
+"""What is cut over the tensor axis, what each cut sends, what stays whole and why, and which attention stays as it is, as tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Limits:
     small: int
 
 
-LIMITS = (Limits(6, 3, 4, 1000), Limits(6, 1, 2, 100), Limits(5, 0, 1, 20))
+LIMITS = (Limits(6, 3, 4, 1000), Limits(6, 1, 2, 100), Limits(5, 0, 1, 20), Limits(5, 0, 1, 10))
 """From the first to the last until everything fits a screen."""
 COLLECTIVE = "magenta"
 MANY_RANGES = re.compile(r"\{(\d+:\d+, \d+:\d+), [^}]*\}")
@@ -118,6 +118,24 @@ def _left(compilation: Compilation, title: str, items: Sequence[Left], limits: L
     if limits and len(rows) > limits.left:
         made.add_row(f"… {len(rows) - limits.left} more: explain(full=True)", "", "")
     return made
+
+
+def attention(compilation: Compilation, limits: Limits | None = None) -> Iterator[RenderableType]:
+    """Attention that stays as the model writes it, or keeps its mask or its repeated heads: each reason once, with its first line."""
+    program, reasons = compilation.program, dict[str, list[Left]]()
+    for left in program.kept:
+        reasons.setdefault(re.sub(r"_\d+", "", left.reason), []).append(left)
+    if not reasons:
+        return
+    made, lines = table("attention", "because", "at"), list[str]()
+    for reason, items in reasons.items():
+        names = ", ".join(name for name, _ in fold(items, lambda item: item.name, lambda item: "", program.layers))
+        first = items[0].source
+        made.add_row(names, f"{len(items)} {reason}", Text(_code(first) if first else "", no_wrap=True, overflow="ellipsis"))
+        lines.append(f"attention: {len(items)} {reason}" + (f", at {first.file.rpartition('/')[2]}:{first.line}" if first else ""))
+    if limits and len(lines) > limits.left:
+        lines[limits.left :] = [f"attention: {len(lines) - limits.left} more: explain(full=True)"]
+    yield Text("\n".join(lines)) if limits else made
 
 
 def _code(source: Source) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tpcompile.driver import Compilation
 from tpcompile.inspect import long, memory, nodes, pipeline, short
-from tpcompile.inspect.cuts import LIMITS, cuts
+from tpcompile.inspect.cuts import LIMITS, attention, cuts
 from tpcompile.inspect.fold import fold
 from tpcompile.inspect.grid import Bubble
 from tpcompile.inspect.load import Load
@@ -63,14 +63,19 @@ def show(
     load, per_node = Load(compilation), nodes.devices_per_node(devices_per_node)
     head = [_mesh(compilation, per_node), _questions(compilation, load, round(device_memory * (1 << 30)), per_node)]
     if full:
-        parts = [*cuts(compilation), long.stages(compilation), *pipeline.schedule(compilation, console.width, measured)]
+        parts = [
+            *cuts(compilation),
+            *attention(compilation),
+            long.stages(compilation),
+            *pipeline.schedule(compilation, console.width, measured),
+        ]
         parts += [*pipeline.shared(compilation), memory.table(compilation), short.held(compilation, load, most=None)]
         parts += [*pipeline.sharing(compilation), *_updates(compilation.program), *long.traffic(compilation)]
     else:
         rest = [short.held(compilation, load), *pipeline.schedule(compilation, console.width, measured, RANKS)]
         rest += [*pipeline.shared(compilation), *pipeline.sharing(compilation), *_updates(compilation.program)]
         for limits in LIMITS:
-            parts = [*cuts(compilation, limits), *rest, *short.traffic(load, limits.small)]
+            parts = [*cuts(compilation, limits), *attention(compilation, limits), *rest, *short.traffic(load, limits.small)]
             if sum(len(console.render_lines(part)) + 1 for part in (*head, *parts)) <= LINES + 1:
                 break
     for part in (*head, *parts):

@@ -96,7 +96,7 @@ def compile(
       "local", but attention keeps its dropout inside its fused kernels, which draw from torch's own generator on each rank: only
       `torch.manual_seed` repeats it, and ranks with the same seed draw alike.
     - `attention`: "normal": attention that the model writes out becomes one operation, and a mask that is causal at all sizes an option of
-      it, where that computes the same numbers; `history["attend"]` says where it does not. "written": attention is left as it is.
+      it, where that computes the same numbers; `explain()` says where it does not. "written": attention is left as it is.
     - `vocab_parallel`: tables of embeddings are cut by rows and heads by columns, and their loss is computed on cut scores.
     - `outputs`: "loss": a step returns nothing but the loss, and cut scores are never gathered.
     - `dynamic`: False: the sizes of the example are fixed, which compiles faster. A batch of other sizes is captured anew, and none is
