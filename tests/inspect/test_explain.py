@@ -16,6 +16,7 @@ import tpcompile
 from tpcompile.driver import Compilation, Options, lower_captured
 from tpcompile.inspect.explain import explain, show
 from tpcompile.inspect.load import Load
+from tpcompile.inspect.memory import spelled
 from tpcompile.inspect.short import _formula
 from tpcompile.ir import Program
 from tpcompile.layout import symbol
@@ -191,3 +192,16 @@ def test_a_weight_of_two_stages_of_a_rank_is_there_once() -> None:
     assert alone.stages == several.stages == (0, 3)
     assert alone.state.parameters == alone.state.gradients == several.state.parameters - table == several.state.gradients - table
     assert alone.state.optimizer == several.state.optimizer == 2 * alone.state.parameters
+
+
+def test_the_full_forms_memory_is_that_of_ranks() -> None:
+    """A line for every place along the pipeline, of what a rank there holds; what several ranks hold copies of is named."""
+    said = "transformer.wte.weight is in 2 of these lines: the ranks of places 0, 1 each hold, and step, a copy of it"
+    for options, labels in (({}, ["stage 0", "stage 1"]), ({"schedule": "zbv", "stages_per_rank": 2}, ["stages 0, 3", "stages 1, 2"])):
+        made = compiled("gpt2", "pp=2", **options)
+        lines, load = explain(made, full=True).splitlines(), Load(made)
+        assert (said in lines) == (len(labels[0]) == len("stage 0")), "of a V, one rank has both"
+        for label, place in zip(labels, load.places, strict=True):
+            (row,) = [line.removeprefix(label) for line in lines if line.startswith(f"{label}  ")]
+            sizes = [place.state.parameters, place.state.gradients, place.state.optimizer, 0, 0, place.state.most]
+            assert re.split(r" {2,}", row.strip()) == [spelled(size) for size in sizes]

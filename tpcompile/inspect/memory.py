@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +16,7 @@ from tpcompile.ir import Stage
 from tpcompile.layout import Layout, TensorType, local_size
 from tpcompile.memory import Held, Memory, memory
 from tpcompile.passes._parts import layer_of
+from tpcompile.timeline import shared_weights
 
 SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
@@ -51,18 +52,29 @@ def _together(compilation: Compilation, stages: Sequence[Stage], place: int) -> 
 
 
 def table(compilation: Compilation) -> RenderableType:
-    """Parameters, gradients and Adam's two moments on a rank, between steps and in one."""
-    mesh, mode = compilation.mesh, compilation.options.data_parallel
+    """Parameters, gradients and Adam's two moments on a rank, between steps and in one: a line for each place along the pipeline."""
+    mesh, step, mode = compilation.mesh, compilation.step, compilation.options.data_parallel
     over = f" under {mode} over {mesh.dp} replicas" if mesh.dp > 1 else ""
     shown = Table(box=None, pad_edge=False, header_style="", padding=(0, 2, 0, 0))
     headings = (f"held by a rank{over}", "parameters", "gradients", "two moments", "gathered in a step", "whole gradients in it", "at most")
     for place, heading in enumerate(headings):
         shown.add_column(heading, justify="right" if place else "left")
-    for stage in compilation.stages:
-        one = of_stages(compilation, [stage])
+    for place in range(mesh.pp):
+        stages = step.stages_at(place)
+        one, named = of_stages(compilation, stages), ", ".join(str(stage.index) for stage in stages)
         sizes = (one.parameters, one.gradients, one.optimizer, one.gathered, one.unreduced, one.most)
-        shown.add_row(f"stage {stage.index}" if mesh.pp > 1 else "all of it", *(Text(spelled(size)) for size in sizes))
-    return shown
+        label = f"stage{'s' * (len(stages) > 1)} {named}" if mesh.pp > 1 else "all of it"
+        shown.add_row(label, *(Text(spelled(size)) for size in sizes))
+    return Group(shown, *_on_several_ranks(compilation))
+
+
+def _on_several_ranks(compilation: Compilation) -> Iterator[Text]:
+    """What the lines' sum has more than once."""
+    for name, stages in shared_weights(compilation.stages).items():
+        ranks = sorted({compilation.step.place_of(stage) for stage in stages})
+        if len(ranks) > 1:
+            lines = ", ".join(map(str, ranks))
+            yield Text(f"{name} is in {len(ranks)} of these lines: the ranks of places {lines} each hold, and step, a copy of it")
 
 
 def spelled(size: int) -> str:
