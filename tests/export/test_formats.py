@@ -21,31 +21,51 @@ from tpcompile.export.read import Saved
 pytest.importorskip("onnx")
 
 
-def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def model_of(name: str, *, layers: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
     if name.startswith("t5"):
         model, batch = t5()
         return model, batch if name == "t5" else {"input_ids": batch["input_ids"], "labels": batch["decoder_input_ids"]}
     made, batch, _ = parity_models.made(name, torch.float32)
-    return copy.deepcopy(made).eval(), batch
+    model = copy.deepcopy(made).eval()
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.ModuleList):
+            model.set_submodule(path, module[:layers])
+    return model, batch
 
 
 def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A layer before and one after: a stage each."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    config = T5Config(vocab_size=41, d_model=16, d_kv=4, d_ff=22, num_layers=2, num_heads=4, use_cache=False, pad_token_id=0)
+    config = T5Config(vocab_size=41, d_model=16, d_kv=4, d_ff=22, num_layers=1, num_heads=4, use_cache=False, pad_token_id=0)
     config.decoder_start_token_id = 0
     ids = parity_models.tokens()
     return T5ForConditionalGeneration(config).eval(), {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"), [("gpt2", "tp=3"), ("llama", "pp=2,tp=2"), ("bert", "tp=2"), ("t5", "pp=2"), ("t5 with labels", "tp=2")]
-)
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks of two stages, in ONNX and .pt2."""
+    directory, (model, batch) = tmp_path_factory.mktemp("llama"), model_of("llama")
+    tpcompile.compile(model, "pp=2,tp=2", batch).emit(directory, formats=["onnx", "pt2"])
+    return directory
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", "tp=3"), ("bert", "tp=2"), ("t5", "pp=2"), ("t5 with labels", "tp=2")])
 def test_onnx_in_lockstep_is_the_model(tmp_path: Path, name: str, mesh: str) -> None:
-    model, batch = model_of(name)
+    model, batch = model_of(name, layers=1)
     tpcompile.compile(model, mesh, batch).emit(tmp_path, formats=["onnx"])
-    saved = Saved.open(tmp_path)
+    check_onnx(tmp_path, model, batch)
+
+
+def test_onnx_of_stages_and_tensor_ranks_is_the_model(llama: Path) -> None:
+    check_onnx(llama, *model_of("llama"))
+
+
+def check_onnx(directory: Path, model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Logits and loss on every tensor rank, for the batch that it was written with and for a smaller one."""
+    saved = Saved.open(directory)
     for given in (batch, {key: value[:3, :5].contiguous() for key, value in batch.items()}):
         with torch.no_grad():
             expected = model(**given)
@@ -73,19 +93,19 @@ def test_without_collectives_onnxruntime_runs_it(tmp_path: Path) -> None:
     assert np.abs(logits - expected).max() < 1e-5
 
 
-def test_onnx_keeps_names_and_open_sizes(tmp_path: Path) -> None:
+def test_onnx_keeps_names_and_open_sizes(llama: Path) -> None:
     import onnx
 
-    model, batch = model_of("llama")
-    tpcompile.compile(model, "tp=2", batch).emit(tmp_path, formats=["onnx"])
-    made = onnx.load(tmp_path / "rank_001.onnx")
-    assert {name for name, _ in model.named_parameters()} <= {tensor.name for tensor in made.graph.initializer}
-    (ids,) = (entry for entry in made.graph.input if entry.name == "input_ids")
+    stages = [onnx.load(llama / f"rank_00{rank}.onnx") for rank in (1, 3)]
+    names = {tensor.name for made in stages for tensor in made.graph.initializer}
+    assert {name for name, _ in model_of("llama")[0].named_parameters()} <= names
+    (ids,) = (entry for entry in stages[0].graph.input if entry.name == "input_ids")
     assert all(dim.dim_param for dim in ids.type.tensor_type.shape.dim)
-    kinds = {(node.domain, node.op_type) for node in made.graph.node if node.domain}
-    assert kinds == {("com.microsoft", "AllReduce"), ("com.microsoft", "AllGather")}
-    scopes = [prop.value for node in made.graph.node for prop in node.metadata_props if prop.key == "pkg.torch.onnx.name_scopes"]
-    assert all(any(f"'model.layers.{layer}'" in scope for scope in scopes) for layer in range(2)), "nodes are grouped by layer"
+    for layer, made in enumerate(stages):
+        kinds = {(node.domain, node.op_type) for node in made.graph.node if node.domain}
+        assert kinds == {("com.microsoft", "AllReduce"), ("com.microsoft", "AllGather")}
+        scopes = [prop.value for node in made.graph.node for prop in node.metadata_props if prop.key == "pkg.torch.onnx.name_scopes"]
+        assert any(f"'model.layers.{layer}'" in scope for scope in scopes), "nodes are grouped by layer"
 
 
 def test_random_numbers_are_refused(tmp_path: Path) -> None:
@@ -95,20 +115,17 @@ def test_random_numbers_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "mesh"), [("llama", "pp=2,tp=2")])
-def test_pt2_and_onnx_do_what_the_sources_do(tmp_path: Path, name: str, mesh: str) -> None:
-    model, batch = model_of(name)
-    tpcompile.compile(model, mesh, batch).emit(tmp_path, formats=["onnx", "pt2"])
-    found = check_formats(tmp_path)
+def test_pt2_and_onnx_do_what_the_sources_do(llama: Path) -> None:
+    found = check_formats(llama)
     assert found.keys() == {"onnx", "pt2"} and all(worst < 1e-5 for worst in found.values())
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
-def test_pt2_is_what_the_sources_are(tmp_path: Path, name: str, mesh: str) -> None:
-    model, batch = model_of(name)
+@pytest.mark.parametrize(("mesh", "layers"), [("tp=2", 1), ("pp=2", 2)])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_pt2_is_what_the_sources_are(tmp_path: Path, name: str, mesh: str, layers: int) -> None:
+    model, batch = model_of(name, layers=layers)
     tpcompile.compile(model, mesh, batch).emit(tmp_path, formats=["pt2"])
     assert check_formats(tmp_path)["pt2"] < 1e-5
 
@@ -138,7 +155,7 @@ class TestPackages:
     @pytest.mark.slow
     @pytest.mark.parametrize(("name", "mesh"), [("llama", "tp=2"), ("gpt", "pp=2")])
     def test_they_are_the_model(self, tmp_path: Path, name: str, mesh: str) -> None:
-        model, batch = model_of(name)
+        model, batch = model_of(name, layers=1 if mesh == "tp=2" else 2)
         tpcompile.compile(model, mesh, batch).emit(tmp_path, formats=["aoti"])
         batches = [batch, {key: value[:3, :5].contiguous() for key, value in batch.items()}]
         saved = Saved.open(tmp_path)
