@@ -44,6 +44,8 @@ class Op:
 def op_name(node: fx.Node) -> str:
     """`aten.linear.default` for a call of an operator, the function's name for others."""
     target = node.target
+    if isinstance(target, str):
+        return target
     found = _named.get(id(target))
     if found is None or found[0] is not target:
         name = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
