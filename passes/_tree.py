@@ -45,6 +45,8 @@ class Tree:
     children: dict[str, Tree] = field(default_factory=dict)
     held: dict[str, Held] = field(default_factory=dict)
     made: str = ""
+    _counted: tuple[int, int] = field(default=(-1, -1), init=False, compare=False)
+    _kind: str = field(default="", init=False, compare=False)
 
     def at(self, path: str) -> Tree:
         """The module at a dotted path; None of its parents has to exist."""
@@ -62,6 +64,11 @@ class Tree:
     @property
     def kind(self) -> str:
         """How the module is printed: as a list, as a dictionary of numbered modules, or with attributes."""
+        if self._counted != (counted := (len(self.children), len(self.held))):  # asked for every path that leads through a list
+            self._counted, self._kind = counted, self._look()
+        return self._kind
+
+    def _look(self) -> str:
         numbered = bool(self.children) and not self.held and all(name.isdecimal() for name in self.children)
         if numbered and list(self.children) == [str(index) for index in range(len(self.children))]:
             return "list"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tpcompile.ir import Program, Stage
 from tpcompile.passes._parts import Part, layer_of
@@ -23,17 +23,18 @@ def units(stage: Stage, program: Program, parts: Sequence[Part]) -> tuple[str, .
                     readers[stage.parameters[source.name]].add(part.layer)
     for twin, name in program.aliases.items():
         twins[name].add(twin)
-    found = []
-    for layer in dict.fromkeys(part.layer for part in parts if part.layer):
-        own = [name for name in stage.parameters.values() if _inside(layer, {name, *twins[name]}) or layer in readers[name]]
-        if own and all(_all_inside(layer, {name, *twins[name]}) and readers[name] <= {layer} for name in own):
-            found.append(layer)
-    return tuple(layer for layer in found if layer_of(layer, found) == layer)
+    layers = dict.fromkeys(part.layer for part in parts if part.layer)
+    own: dict[str, list[bool]] = {layer: [] for layer in layers}  # of each parameter that it has or reads, whether nothing else does
+    for name in stage.parameters.values():
+        names = {name, *twins[name]}
+        holders = {above for each in names for above in _above(each) if above in layers}
+        for layer in holders | (readers[name] & layers.keys()):
+            own[layer].append(all(each.startswith(f"{layer}.") for each in names) and readers[name] <= {layer})
+    found = {layer for layer, alone in own.items() if alone and all(alone)}
+    return tuple(layer for layer in layers if layer in found and layer_of(layer, found) == layer)
 
 
-def _inside(layer: str, names: set[str]) -> bool:
-    return any(name.startswith(f"{layer}.") for name in names)
-
-
-def _all_inside(layer: str, names: set[str]) -> bool:
-    return all(name.startswith(f"{layer}.") for name in names)
+def _above(path: str) -> Iterator[str]:
+    """The modules that something lies in."""
+    words = path.split(".")
+    return (".".join(words[:count]) for count in range(1, len(words)))
