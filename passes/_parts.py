@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from tpcompile.errors import VerifyError
 from tpcompile.ir import Stage
 
-_BEFORE_USE = ("enter", "enter_later", "local_slice", "shared")
+_BEFORE_USE = ("enter", "enter_later", "enter_linear", "kept_linear", "local_slice", "seq_linear", "shared")
 """What belongs to the layer that uses it, rather than to the one that made its input."""
 
 

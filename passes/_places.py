@@ -15,15 +15,17 @@ from itertools import accumulate
 
 from torch import fx
 
+from tpcompile.collectives.table import LINEARS
 from tpcompile.ir import Local, results
 from tpcompile.layout import Layout, TensorType
 from tpcompile.passes._aside import aside
 from tpcompile.rules import aten_names, op_name
 
-LATE = tuple(f"tpcompile.{name}.default" for name in ("enter", "enter_later", "local_slice", "seq_gather", "seq_whole", "shared"))
+CONVERSIONS = ("enter", "enter_later", "local_slice", "seq_gather", "seq_whole", "shared")
+LATE = (*(f"tpcompile.{name}.default" for name in CONVERSIONS), *LINEARS)
 """Conversions stand where their users are: what they convert crosses once, before them."""
 
-PRODUCTS = aten_names(
+PRODUCTS = frozenset(LINEARS) | aten_names(
     """
     addmm.default baddbmm.default bmm.default conv1d.default conv1d.padding conv2d.default conv2d.padding einsum.default linear.default
     matmul.default mm.default scaled_dot_product_attention.default
@@ -37,7 +39,7 @@ SLACK = 1.25
 def by_layers(local: Local, stages: int, costs: Mapping[str, int]) -> dict[fx.Node, int]:
     """The stage of every node: a layer's by balance, others with what they need and what needs them."""
     layers = local.program.layers
-    layer_of = {node: _layer(local, node) for node in local.graph.nodes}
+    layer_of = {node: layer_index(local, node) for node in local.graph.nodes}
     loads = [0] * len(layers)
     last = 0
     for node in local.graph.nodes:
@@ -179,7 +181,7 @@ def free_nodes(local: Local) -> Iterable[fx.Node]:
     return [*inputs, *weights]
 
 
-def _layer(local: Local, node: fx.Node) -> int | None:
+def layer_index(local: Local, node: fx.Node) -> int | None:
     source = local.program.sources.get(local.origins.get(node.name, node.name))
     path = f"{source.path}." if source else ""
     return next((index for index, layer in enumerate(local.program.layers) if path.startswith(f"{layer}.")), None)

@@ -11,14 +11,14 @@ from tpcompile.graphs import copy_graph
 from tpcompile.ir import Local
 from tpcompile.layout import Layout
 from tpcompile.passes._hoist import hoist
+from tpcompile.passes._joined import join
 from tpcompile.passes._later import sum_later
-from tpcompile.passes._regather import regather
 from tpcompile.rules import op_name
 
 REDUCTIONS, ADD = ("tpcompile.reduce.default", "tpcompile.seq_scatter.default"), "aten.add.Tensor"
 
 
-def optimize(local: Local, *, gather_again: bool = False) -> Local:
+def optimize(local: Local, *, overlap: bool = True, gather_again: bool = False) -> Local:
     """Add partial sums first, then reduce once; and let what two regions read by way of two norms enter once, before the norms.
 
     before  %a = reduce(%p, tp), %b = reduce(%q, tp), %y = add(%a, %b)
@@ -29,10 +29,11 @@ def optimize(local: Local, *, gather_again: bool = False) -> Local:
 
     A parameter that only `enter`s read needs its gradient summed once a step, with all others of its kind: `enter_later`.
 
-    With `gather_again`, linear layers gather their positions again in backward instead of keeping them.
+    With `overlap`, linear layers are joined with the collective whose result they alone read: it then runs beside products in backward.
+    With `gather_again`, they are joined with gathers of positions, which they do again in backward instead of keeping what was gathered.
 
-    before  %g = seq_gather(%x), %q = linear(%g, %wq), %k = linear(%g, %wk)
-    after   %q, %k = seq_linear(%x, [%wq, %wk])
+    before  %e = enter(%x, tp), %q = linear(%e, %wq), %k = linear(%e, %wk)
+    after   %q, %k = enter_linear(%x, tp, [%wq, %wk])
     """
     graph, _ = copy_graph(local.graph)
     layouts, origins = dict(local.layouts), dict(local.origins)
@@ -41,8 +42,7 @@ def optimize(local: Local, *, gather_again: bool = False) -> Local:
             add_before_reduce(graph, node, layouts, origins)
     hoist(local, graph, layouts, origins)
     sum_later(local, graph)
-    if gather_again:
-        regather(graph, layouts)
+    join(local, graph, layouts, overlap=overlap, gather_again=gather_again)
     return replace(local, graph=graph, layouts=layouts, origins=origins)
 
 

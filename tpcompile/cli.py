@@ -106,6 +106,12 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         help="whether tensor ranks keep their own positions between regions; regather: and gather them again in backward (default: on)",
     )
     command.add_argument(
+        "--overlap",
+        choices=("on", "off"),
+        default="on",
+        help="whether tensor ranks communicate while weights' gradients are computed (default: on)",
+    )
+    command.add_argument(
         "--vocab-parallel",
         choices=("on", "off"),
         default="on",
@@ -161,7 +167,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The keywords of `compile` and `check` that the command line gives."""
     sequence_parallel = {"on": True, "off": False}.get(args.sequence_parallel, "regather")
     chosen = {"sequence_parallel": sequence_parallel, "vocab_parallel": args.vocab_parallel == "on", "outputs": args.outputs}
-    chosen |= {"attention": args.attention}
+    chosen |= {"attention": args.attention, "overlap": args.overlap == "on"}
     chosen |= {"schedule": args.schedule, "stages_per_rank": args.stages_per_rank}
     training = {name: getattr(args, name) for name in ("data_parallel", "precision", "recompute") if hasattr(args, name)}
     return {"microbatches": args.microbatches, "dropout": args.dropout, **chosen, **training}

@@ -44,6 +44,7 @@ from tpcompile.passes.sequence import sequence
 from tpcompile.passes.split import split
 from tpcompile.precision import computing_in, held_types
 from tpcompile.rules import op_name
+from tpcompile.schedules import SCHEDULES
 from tpcompile.verify import verify
 
 ACCEPTED = "per micro-batch"
@@ -63,6 +64,7 @@ class Options:
     overrides: Mapping[str, str] = field(default_factory=dict)
     dropout: str = "local"  # or "exact", "fast"
     sequence_parallel: bool | Literal["regather"] = True
+    overlap: bool = True
     vocab_parallel: bool = True
     outputs: Literal["all", "loss"] = "all"
     attention: Literal["normal", "written"] = "normal"
@@ -75,6 +77,11 @@ class Options:
         """In how many parts a batch's rows are divided."""
         return mesh.dp * self.microbatches
 
+    def joining(self, mesh: Mesh) -> dict[str, bool]:
+        """Which linears `optimize` joins with collectives. A schedule that runs backward in halves wants both kinds of gradients apart."""
+        halves = mesh.pp > 1 and SCHEDULES[self.schedule].halves
+        return {"overlap": self.overlap and not halves, "gather_again": self.sequence_parallel == "regather"}
+
     def graphs(self, mesh: Mesh, stage: Stage) -> Unit:
         """What the graphs of a stage hold that a backend compiles."""
         how = {name: getattr(self, name) for name in ("schedule", "data_parallel", "recompute")}
@@ -85,6 +92,14 @@ def check_outputs(outputs: str) -> None:
     """Raises InputError for a value of `outputs` that is none."""
     if outputs not in ("all", "loss"):
         raise InputError(f"outputs={outputs!r}", at="compile", source=caller(), fix='use outputs="all" or outputs="loss"')
+
+
+def check_overlap(overlap: object, call: str) -> bool:
+    """Raises InputError for a value of `overlap` that is none."""
+    if not isinstance(overlap, bool):
+        what = f"overlap={overlap!r} is neither True nor False"
+        raise InputError(what, at=f"{call}(overlap={overlap!r})", source=caller(), fix="use overlap=True or overlap=False")
+    return overlap
 
 
 def check_attention(attention: str, call: str) -> None:
@@ -226,7 +241,7 @@ def lower_captured(
     delayed = verify(log.run("delay", sharded, lambda: delay(sharded)), known=sharded)
     sharded = verify(log.run("sequence", delayed, lambda: sequence(delayed)), known=delayed) if options.sequence_parallel else delayed
     rewritten = verify(log.run("rewrite", sharded, lambda: rewrite(sharded)))
-    local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten, gather_again=options.sequence_parallel == "regather")))
+    local = verify(log.run("optimize", rewritten, lambda: optimize(rewritten, **options.joining(mesh))))
     if options.precision is not None:
         optimized, wide = local, dict(types or {})
         local = verify(log.run("cast", optimized, lambda: cast(optimized, wide)))

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from tpcompile.collectives.table import LINEARS
 from tpcompile.gradients import differentiable
 from tpcompile.operation import op_name
-
-AGAIN = ("tpcompile.seq_linear.default",)
-"""Operations whose backward makes both kinds of gradients, and calls collectives for either."""
 
 
 def first_half(graph: fx.Graph, received: Iterable[str], asked: Collection[str]) -> frozenset[str]:
@@ -37,8 +35,9 @@ def why_whole(graph: fx.Graph, names: Mapping[str, str], first: Collection[str],
     if not first:
         return "nothing that it receives has a gradient"
     for node in graph.nodes:
-        if node.name in asked and op_name(node) in AGAIN:
-            return "linear layers gather their inputs again"
+        if node.name in asked and op_name(node) in LINEARS:
+            again = op_name(node) == "tpcompile.seq_linear.default"
+            return "linear layers gather their inputs again" if again else "linear layers make the gradients of inputs and weights together"
     for way in _ways(graph, names, first, asked):
         if len(way.ends) > 1:
             return f"{names[way.weight]} is used in several places"

@@ -6,8 +6,9 @@ ranks (tp). Backward runs in the reverse order of forward: autograd always takes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -61,14 +62,15 @@ def stage_messages(local: Local, stage: Stage, order: Iterable[str]) -> StageMes
     """The calls of a stage whose nodes run in this order. The last stage's backward begins at the loss, others' at what they send."""
     nodes = {node.name: node for node in stage.graph.nodes}
     running = [node for name in order if (node := nodes[name]).op == "call_function"]
-    asked, types = asked_of(local, stage), dtypes(local, stage.graph)
+    having, types = has_gradient(local, stage), dtypes(local, stage.graph)
+    asked = asked_for(stage.graph, roots(local, stage), having)
     forward, backward = list[Sent](), dict[str, tuple[Sent, ...]]()
     for node in running:
         if (own := collective_of(node)) is not None:
             forward += _sent(local, node, types, "forward", own.forward)
     for node in reversed(running):
         if (own := collective_of(node)) is not None and node.name in asked:
-            backward[node.name] = tuple(_sent(local, node, types, "backward", own.backward))
+            backward[node.name] = tuple(_sent(local, node, types, "backward", _serving(node, own.backward, having)))
 
     def of(names: Iterable[str]) -> tuple[Sent, ...]:
         return tuple(sent for name in names for sent in backward[name])
@@ -124,6 +126,13 @@ def roots(local: Local, stage: Stage) -> list[str]:
     if stage.sends:
         return [boundary.name for boundary in stage.sends if boundary.requires_grad]
     return [name for name in returned if local.program.loss in (None, local.origins.get(name, name))]
+
+
+def _serving(node: fx.Node, messages: Sequence[Message], having: Collection[str]) -> list[Message]:
+    """Those of a node's calls in backward for which something that it reads has a gradient."""
+    value, *_, weights, _ = node.args if any(sent.gradient for sent in messages) else (None, (), None)
+    served: Mapping[str, Any] = {"value": [value], "weights": weights}
+    return [sent for sent in messages if not sent.gradient or any(one.name in having for one in served[sent.gradient])]
 
 
 def _sent(local: Local, node: fx.Node, types: Mapping[str, torch.dtype], direction: str, messages: Sequence[Message]) -> Iterable[Sent]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
+from tpcompile.collectives.table import LINEARS
 from tpcompile.errors import VerifyError
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Local, Program, Sharded, Stage, results
@@ -210,9 +211,11 @@ TAKES = {
     "reduce_max": "a partial maximum",
     "enter": "a whole value",
     "enter_later": "a whole value",
+    "enter_linear": "a whole value",
     "local_slice": "a whole value",
     "gather": "a cut value",
     "seq_gather": "a cut value",
+    "kept_linear": "a cut value",
     "seq_linear": "a cut value",
     "seq_scatter": "a partial sum",
     "seq_slice": "a whole value",
@@ -245,13 +248,20 @@ def entered_values(
     """Whole values whose gradient is a partial sum: what enters, here or before (`inside`), and what operations on it make whole."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.name in inside or op_name(node) in ENTERS:
+        if node.name in inside or op_name(node) in ENTERS or _of_joined(node, layouts):
             found.add(node)
         elif node in flowing and op_name(node) not in CONVERSIONS and any(operand in found for operand in node.all_input_nodes):
             layout = layouts.get(node.name)
             if isinstance(layout, Layout) and layout.is_whole:
                 found.add(node)
     return frozenset(found)
+
+
+def _of_joined(node: fx.Node, layouts: Mapping[str, object]) -> bool:
+    """Whether a node is the whole result of a linear layer that is joined with what its value enters by."""
+    layout = layouts.get(node.name)
+    made = op_name(node) == "getitem" and op_name(node.all_input_nodes[0]) in LINEARS
+    return made and isinstance(layout, Layout) and layout.is_whole
 
 
 def _check_use(local: Local, node: fx.Node, operand: fx.Node, flows: bool, entered: frozenset[fx.Node]) -> None:
@@ -264,6 +274,8 @@ def _check_use(local: Local, node: fx.Node, operand: fx.Node, flows: bool, enter
     if have.partial and name not in ("tpcompile.reduce.default", "tpcompile.seq_scatter.default"):
         _check_waiting(local, node, operand)
     inside |= node in entered and name not in CONVERSIONS
+    if name in LINEARS and operand is node.args[0]:
+        inside = False
     if inside and flows and have.is_whole and operand not in entered:
         raise VerifyError(f"{node.name} works on pieces and reads {operand.name} whole: its gradient is a partial sum, and is not reduced")
     if operand in entered and not inside:

@@ -4,6 +4,7 @@ Every operator names its group by a string: the name of a torch process group, s
 
     name          forward                       backward                        stands where
     enter         identity                      all-reduce                      a whole value goes into cut uses
+    enter_linear  identity                      all-reduce                      linears over a whole value
     enter_later   identity                      all-reduce, unless postponed    a whole parameter that has cut uses alone
     reduce        all-reduce                    identity                        a partial sum becomes whole
     reduce_max    all-reduce of the largest     none                            a partial maximum becomes whole
@@ -15,6 +16,7 @@ Every operator names its group by a string: the name of a torch process group, s
     seq_scatter   reduce-scatter                all-gather                      a partial sum becomes cut along its positions
     seq_gather    all-gather                    reduce-scatter                  a value cut along its positions goes into cut uses
     seq_whole     all-gather                    own positions                   a value cut along its positions becomes whole
+    kept_linear   all-gather                    reduce-scatter                  linears over a gathered value
     seq_linear    all-gather                    all-gather, reduce-scatter      linears over a gathered value that is not kept
     seq_slice     own positions                 all-gather                      a whole value becomes cut along its positions
     exp_sum       own part of Σ exp(x - max)    of the own part                 a loss of cut scores
@@ -60,10 +62,11 @@ from tpcompile.collectives.groups import bind, check_bound, group_of, place, pos
 from tpcompile.collectives.heads import pick
 from tpcompile.collectives.indexed import DIGITS, OWN, finalize
 from tpcompile.collectives.keyed_dropout import mix
+from tpcompile.collectives.linears import define as define_linears
 from tpcompile.collectives.pieces import Range, held_by, holders, length, overlap, spread, summed_in, take
 from tpcompile.collectives.positions import define as define_positions
 from tpcompile.collectives.positions import piece
-from tpcompile.collectives.regather import define as define_regather
+from tpcompile.collectives.sums import all_reduce, plain
 from tpcompile.collectives.table import COLLECTIVES, RING, Collective, Message
 from tpcompile.collectives.vocabulary import exp_sum, look_up, own_entries, own_one_hot, own_place, own_scatter
 from tpcompile.errors import Refused
@@ -77,22 +80,13 @@ __all__ += ["own_one_hot", "own_place", "own_scatter", "unbound", "uniform"]
 # ------------------------------------------------------------------------------------------------- reduce, enter
 
 
-def _all_reduce(x: Tensor, axis: str, how: str = "sum") -> Tensor:
-    """The sum over an axis, or the largest, as a new tensor."""
-    if place(axis)[1] == 1 or x.numel() == 0:
-        return x.clone(memory_format=torch.contiguous_format)
-    functional, given = torch.ops._c10d_functional, x if how == "max" else x.to(summed_in(x.dtype))
-    made: Tensor = functional.wait_tensor.default(functional.all_reduce.default(given, how, group_of(axis)))
-    return made.to(x.dtype)
-
-
-def _first_order(backward: Callable[[Any, Tensor], tuple[Any, ...]]) -> Callable[[Any, Tensor], tuple[Any, ...]]:
+def _first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """The backward of an operator whose gradient has no gradient."""
 
-    def checked(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def checked(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise Refused("collectives have no second derivatives", at="backward(create_graph=True)", fix="leave create_graph out")
-        return backward(ctx, grad)
+        return backward(ctx, *grads)
 
     return checked
 
@@ -100,7 +94,7 @@ def _first_order(backward: Callable[[Any, Tensor], tuple[Any, ...]]) -> Callable
 @torch.library.custom_op("tpcompile::reduce", mutates_args=())
 def _reduce(x: Tensor, axis: str) -> Tensor:
     check_bound(axis)
-    return _all_reduce(x, axis)
+    return all_reduce(x, axis)
 
 
 @_reduce.register_fake
@@ -114,7 +108,7 @@ _reduce.register_autograd(_first_order(lambda ctx, grad: (grad, None)))
 @torch.library.custom_op("tpcompile::reduce_max", mutates_args=())
 def _reduce_max(x: Tensor, axis: str) -> Tensor:
     check_bound(axis)
-    return _all_reduce(x, axis, "max")
+    return all_reduce(x, axis, "max")
 
 
 @_reduce_max.register_fake
@@ -127,8 +121,7 @@ _library: Any = torch.library.Library("tpcompile", "FRAGMENT")  # type: ignore[n
 
 def _same(x: Tensor) -> Tensor:
     """A view of a tensor; a clone of one that is being traced."""
-    plain = type(x) in (Tensor, nn.Parameter) and not torch._is_functional_tensor(x) and not torch._C._len_torch_dispatch_stack()
-    return x.view_as(x) if plain else x.clone()
+    return x.view_as(x) if plain(x) else x.clone()
 
 
 class _Identity(torch.autograd.Function):
@@ -161,8 +154,8 @@ def _define_identity(name: str, arguments: str, backward: Callable[..., Tensor])
     torch.library.register_fake(f"tpcompile::{name}", lambda x, *rest: x.clone(), lib=_library)
 
 
-_define_identity("enter", "", _all_reduce)
-_define_identity("enter_later", "", lambda grad, axis: grad if place(axis)[1] == 1 else _all_reduce(grad, axis))
+_define_identity("enter", "", all_reduce)
+_define_identity("enter_later", "", lambda grad, axis: grad if place(axis)[1] == 1 else all_reduce(grad, axis))
 
 
 def _share(grad: Tensor, axis: str, dim: int, bounds: Sequence[int]) -> Tensor:
@@ -173,7 +166,7 @@ def _share(grad: Tensor, axis: str, dim: int, bounds: Sequence[int]) -> Tensor:
         return grad
     whole = max(bounds)
     full = spread(grad, dim, ranges, whole)
-    summed = _all_reduce(take(full, dim, common), axis)
+    summed = all_reduce(take(full, dim, common), axis)
     offset = 0
     for start, stop in common:
         full.narrow(dim, start, stop - start).copy_(summed.narrow(dim, offset, stop - start))
@@ -254,7 +247,7 @@ _local_slice.register_autograd(_first_order(_local_slice_backward), setup_contex
 
 
 define_positions(_first_order)
-define_regather(_first_order)
+define_linears(_library, _first_order)
 
 ops = torch.ops.tpcompile
 """All of them; the names below are their only overloads."""
@@ -263,7 +256,9 @@ dropout = ops.dropout.default
 dropout_at = ops.dropout_at.default
 enter = ops.enter.default
 enter_later = ops.enter_later.default
+enter_linear = ops.enter_linear.default
 gather = ops.gather.default
+kept_linear = ops.kept_linear.default
 local_slice = ops.local_slice.default
 reduce = ops.reduce.default
 reduce_max = ops.reduce_max.default

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch import nn
@@ -33,16 +34,23 @@ def unbound(axis: str, coordinate: int, size: int) -> str:
 
 def place(axis: str) -> tuple[int, int]:
     """This process's coordinate along an axis, and the axis's size."""
-    if match := _SPELLING.fullmatch(axis):
-        return int(match[2]), int(match[3])
+    if (spelled := _spelled(axis)) is not None:
+        return spelled[0]
     group = _resolve_process_group(axis)  # type: ignore[arg-type]
     return group.rank(), group.size()
 
 
 def group_of(axis: str) -> str:
     """The name of an axis's process group."""
+    spelled = _spelled(axis)
+    return axis if spelled is None else spelled[1]
+
+
+@lru_cache(256)
+def _spelled(axis: str) -> tuple[tuple[int, int], str] | None:
+    """What an axis says by its text: coordinate and size, and the group's name; None for a group's name alone."""
     match = _SPELLING.fullmatch(axis)
-    return axis if match is None else match[4] or ""
+    return None if match is None else ((int(match[2]), int(match[3])), match[4] or "")
 
 
 def bind(module: nn.Module, groups: Mapping[str, str]) -> None:

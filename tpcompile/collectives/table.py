@@ -47,6 +47,7 @@ class Message:
 
     call: str  # a key of RING
     elements: Callable[[Given], Size]
+    gradient: str = ""  # in backward, of what it serves, if that may have none: "value" or "weights"
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,11 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         "dropout": Collective(),
         "dropout_at": Collective(),
         "enter": Collective(backward=(Message("all_reduce", everything),)),
+        "enter_linear": Collective(backward=(Message("all_reduce", everything, "value"),)),
         "enter_later": Collective(),  # once a step, by whoever runs the micro-batches
         "exp_sum": Collective(),
         "gather": Collective(forward=(Message("all_gather", longest),)),
+        "kept_linear": Collective((Message("all_gather", positions),), (Message("reduce_scatter", padded, "value"),)),
         "local_slice": Collective(),
         "look_up": Collective(),
         "own_entries": Collective(),
@@ -107,7 +110,8 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         "reduce": Collective(forward=(Message("all_reduce", everything),)),
         "seq_gather": Collective((Message("all_gather", positions),), (Message("reduce_scatter", padded),)),
         "seq_linear": Collective(
-            (Message("all_gather", positions),), (Message("all_gather", positions), Message("reduce_scatter", padded))
+            (Message("all_gather", positions),),
+            (Message("all_gather", positions, "weights"), Message("reduce_scatter", padded, "value")),
         ),
         "seq_scatter": Collective((Message("reduce_scatter", padded),), (Message("all_gather", positions),)),
         "seq_slice": Collective(backward=(Message("all_gather", positions),)),
@@ -118,6 +122,9 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
     }
 )
 """Our operators by name."""
+
+LINEARS = ("tpcompile.enter_linear.default", "tpcompile.kept_linear.default", "tpcompile.seq_linear.default")
+"""Linear layers joined with the collective of the value that they read: the first operand, before lists of weights and of biases."""
 
 RING: Mapping[str, Callable[[Size], Size]] = MappingProxyType(
     {

@@ -40,6 +40,8 @@ def decompositions(calls: Calls) -> dict[Any, Callable[..., Any]]:
         ops.seq_whole.default: spelled.gather_positions,
         ops.seq_scatter.default: spelled.scatter_positions,
         ops.seq_slice.default: _own_positions,
+        ops.enter_linear.default: lambda x, axis, weights, biases: _linears(x, weights, biases),
+        ops.kept_linear.default: spelled.linears,
         ops.seq_linear.default: spelled.linears,
     }
 
@@ -83,8 +85,11 @@ class _Spelled:
         return _own_positions(self.all_reduce(x, axis), axis, dim, length)
 
     def linears(self, x: Tensor, axis: str, dim: int, length: int, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-        whole = self.gather_positions(x, axis, dim, length)
-        return [torch.nn.functional.linear(whole, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+        return _linears(self.gather_positions(x, axis, dim, length), weights, biases)
+
+
+def _linears(whole: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.nn.functional.linear(whole, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
 
 
 def _local_slice(x: Tensor, axis: str, dim: int, bounds: Sequence[int]) -> Tensor:

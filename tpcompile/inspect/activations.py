@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tpcompile.collectives import unbound
+from tpcompile.collectives.table import LINEARS
 from tpcompile.cost import evaluate, node_flops
 from tpcompile.driver import Compilation
 from tpcompile.gradients import trained
@@ -244,9 +245,9 @@ def _storages(value: Any) -> dict[int, int]:
 
 
 def _flops(node: fx.Node, types: Mapping[str, Any]) -> int:
-    if op_name(node) == "tpcompile.seq_linear.default":
+    if op_name(node) in LINEARS:
         outs: Sequence[TensorType] = types[node.name]
-        weights: Sequence[Any] = node.args[4]  # type: ignore[assignment]
+        weights: Sequence[Any] = node.args[-2]  # type: ignore[assignment]
         return sum(2 * _size(out) * int(types[weight.name].shape[-1]) for out, weight in zip(outs, weights, strict=True))
     return int(node_flops(node, types))
 

@@ -10,6 +10,9 @@ from torch import fx
 from tpcompile.collectives import COLLECTIVES, Collective
 from tpcompile.ir import Local, Region
 
+ENTERS = ("enter", "enter_linear")
+"""What belongs to the region that it leads into."""
+
 
 def traffic(local: Local) -> dict[str, tuple[Counter[str], Counter[str]]]:
     """For every region by name, the collectives that it runs forward and backward."""
@@ -18,7 +21,7 @@ def traffic(local: Local) -> dict[str, tuple[Counter[str], Counter[str]]]:
     for node in local.graph.nodes:
         if (move := _move(node)) is None:
             continue
-        near = _nearest(node, lambda n: n.all_input_nodes, local, owner) if move != "enter" else None
+        near = _nearest(node, lambda n: n.all_input_nodes, local, owner) if move not in ENTERS else None
         region = near or _nearest(node, lambda n: n.users, local, owner)
         if region is not None:
             for counter, sent in zip(found[region.name], (COLLECTIVES[move].forward, COLLECTIVES[move].backward), strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from tpcompile.collectives.table import LINEARS
 from tpcompile.factors import LayoutError
 from tpcompile.ir import Local, results
 from tpcompile.laws.places import broken
@@ -100,8 +101,8 @@ class _Wiring:
         made, index = node.args
         assert isinstance(made, fx.Node) and isinstance(index, int)
         origin, parts = self.whole.get(self.local.origins.get(node.name, "")), self.local.layouts.get(made.name)
-        if origin is not None and op_name(made) == "tpcompile.seq_linear.default":
-            value, _, _, _, weights, biases = made.args
+        if origin is not None and op_name(made) in LINEARS:
+            value, *_, weights, biases = made.args
             assert isinstance(weights, (list, tuple)) and isinstance(biases, (list, tuple))
             given = [one for one in (value, weights[index], *biases[index : index + 1]) if isinstance(one, fx.Node)]
             self.check_operands(node, list(zip(view_op(origin, self.program.types).operands, given, strict=True)))

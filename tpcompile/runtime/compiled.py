@@ -13,7 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpcompile.driver import Compilation, Options, check_attention, check_dropout, check_outputs, lower, refuse_division, refuse_other_path
+from tpcompile.driver import (
+    Compilation,
+    Options,
+    check_attention,
+    check_dropout,
+    check_outputs,
+    check_overlap,
+    lower,
+    refuse_division,
+    refuse_other_path,
+)
 from tpcompile.errors import InputError, Refused, TpcompileError, caller
 from tpcompile.history import History
 from tpcompile.ir import Program
@@ -52,6 +62,7 @@ def compile(
     stages_per_rank: int | None = None,
     data_parallel: str = "ddp",
     sequence_parallel: bool | Literal["regather"] = True,
+    overlap: bool = True,
     overrides: Mapping[str, str] | None = None,
     dropout: str = "local",
     vocab_parallel: bool = True,
@@ -84,6 +95,9 @@ def compile(
     - `sequence_parallel`: a tensor rank keeps its own positions of what stands between regions (norms, dropout, residual sums), and
       all-reduces become reduce-scatters and all-gathers: as many bytes, and less memory by the number of tensor ranks. With "regather",
       linear layers do not keep what they gathered, and gather it again in backward.
+    - `overlap`: in backward of linear layers, the sum of their input's gradient over tensor ranks is under way while the gradients of their
+      weights are computed; schedules that run backward in halves have the two apart anyway. False: one after the other, the same numbers.
+      With sequence_parallel="regather" linear layers overlap both of their calls, whatever is said here.
     - `overrides`: what is done with parts of the model, by patterns of module paths as `explain()` prints them. A region stays "whole" or
       is "cut", a linear is cut by "column" or by "row". What mixes the rows of a micro-batch, and is refused where a batch is divided
       (in-batch contrast, a router's balance, the root of a mean), is accepted as "per micro-batch" by its module's path, its line as the
@@ -128,6 +142,7 @@ def compile(
         stages_per_rank=own,
         data_parallel=check_mode(data_parallel),
         sequence_parallel=sequence_parallel,
+        overlap=check_overlap(overlap, "compile"),
         overrides=dict(overrides or {}),
         dropout=check_dropout(dropout, "compile"),
         vocab_parallel=vocab_parallel,

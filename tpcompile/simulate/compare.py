@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile.collectives import held_by, mix, take
-from tpcompile.driver import Compilation, Options, check_attention, check_dropout, check_outputs, lower, refuse_division, refuse_other_path
+from tpcompile.driver import (
+    Compilation,
+    Options,
+    check_attention,
+    check_dropout,
+    check_outputs,
+    check_overlap,
+    lower,
+    refuse_division,
+    refuse_other_path,
+)
 from tpcompile.errors import InputError, caller
 from tpcompile.ir import Program
 from tpcompile.layout import TensorType
@@ -50,6 +60,7 @@ def check(
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
     sequence_parallel: bool | Literal["regather"] = True,
+    overlap: bool = True,
     overrides: Mapping[str, str] | None = None,
     dropout: str = "local",
     vocab_parallel: bool = True,
@@ -67,8 +78,8 @@ def check(
 
     - `model`, `mesh`: as for `tpcompile.compile`.
     - `example_inputs`: the whole batch; without it the model's `dummy_inputs`.
-    - `loss`, `microbatches`, `schedule`, `stages_per_rank`, `sequence_parallel`, `overrides`, `vocab_parallel`, `outputs`, `attention`:
-      as for `tpcompile.compile`.
+    - `loss`, `microbatches`, `schedule`, `stages_per_rank`, `sequence_parallel`, `overlap`, `overrides`, `vocab_parallel`, `outputs`,
+      `attention`: as for `tpcompile.compile`.
     - `dropout`: with "exact" dropout is compared too: the untouched model then runs under `tpcompile.testing.exact_dropout`. With "local"
       and "fast", whose masks no single device has, it is off on both sides.
     - `optimizer`: the class that makes the step, `torch.optim.SGD` by default.
@@ -90,6 +101,7 @@ def check(
         schedule=schedule,
         stages_per_rank=own,
         sequence_parallel=sequence_parallel,
+        overlap=check_overlap(overlap, "check"),
         overrides=dict(overrides or {}),
         dropout=check_dropout(dropout, "check"),
         vocab_parallel=vocab_parallel,

@@ -40,8 +40,8 @@ def run(
         elif (joint := JOINT.get(op_name(node))) is not None:
             source = node.all_input_nodes[0]
             values[node] = list(joint(wire.line(stage, source.name), values[source], *_local(node.args[2:], values, 0)))
-        elif op_name(node) == "tpcompile.seq_linear.default":
-            values[node] = _seq_linear(node, values, wire.line(stage, node.all_input_nodes[0].name))
+        elif (opened := LINEARS.get(op_name(node))) is not None:
+            values[node] = _linears(node, values, wire.line(stage, node.all_input_nodes[0].name), opened)
         elif op_name(node) in DROPS and not dropout:
             values[node] = values[node.all_input_nodes[0]]
         else:
@@ -155,21 +155,22 @@ def _seq_whole(line: Line, values: Values, dim: int, length: int) -> Sequence[Te
     return _joint(line.all_positions("forward", dim), line.own_positions(dim, length), values)
 
 
-def _seq_linear(node: fx.Node, values: Mapping[fx.Node, Values], line: Line) -> Values:
-    """Linear layers over a value that is gathered, and gathered again in backward."""
-    _, _, dim, length, weights, biases = node.args
-    dim, length, pieces = _local(dim, values, 0), _local(length, values, 0), values[node.all_input_nodes[0]]
+def _linears(node: fx.Node, values: Mapping[fx.Node, Values], line: Line, opened: Callable[..., Sequence[Tensor]]) -> Values:
+    """Linear layers over a value that a collective prepares; where that runs again in backward, it does so for the weights' gradients."""
+    value, _, *where, weights, biases = node.args
+    whole = opened(line, values[value], *_local(where, values, 0))  # type: ignore[index]
+    ranks = range(len(whole))
+    held = [[_local(weight, values, coordinate) for coordinate in ranks] for weight in weights]  # type: ignore[union-attr]
+    asked = next((place for place, own in enumerate(held) if any(weight.requires_grad for weight in own)), None)
+    if op_name(node) == "tpcompile.seq_linear.default" and asked is not None:
 
-    def back(*grads: Tensor) -> Sequence[Tensor]:
-        line.note("backward", "all_gather", max(pieces, key=Tensor.numel))
-        return line.summed_positions("backward", dim, length)(*grads)
+        def back(*grads: Tensor) -> Sequence[Tensor]:
+            line.note("backward", "all_gather", max(values[value], key=Tensor.numel))  # type: ignore[index]
+            return grads
 
-    whole = _joint(line.all_positions("forward", dim), back, pieces)
-    made = []
-    for coordinate, value in enumerate(whole):
-        held = [_local(given, values, coordinate) for given in (weights, biases)]
-        made.append([F.linear(value, weight, bias) for weight, bias in zip(held[0], held[1] or [None] * len(held[0]), strict=True)])
-    return made
+        held[asked] = list(_joint(copies, back, held[asked]))
+    added = [_local(biases, values, coordinate) or [None] * len(held) for coordinate in ranks]
+    return [[F.linear(whole[c], weight[c], bias) for weight, bias in zip(held, added[c], strict=True)] for c in ranks]
 
 
 JOINT: Mapping[str, Callable[..., Sequence[Tensor]]] = {
@@ -185,3 +186,10 @@ JOINT: Mapping[str, Callable[..., Sequence[Tensor]]] = {
     "tpcompile.reduce_max.default": _reduce_max,
     "tpcompile.shared.default": _shared,
 }
+
+LINEARS: Mapping[str, Callable[..., Sequence[Tensor]]] = {
+    "tpcompile.enter_linear.default": _enter,
+    "tpcompile.kept_linear.default": _seq_gather,
+    "tpcompile.seq_linear.default": _seq_gather,
+}
+"""How the value becomes whole that joined linear layers read."""
