@@ -36,12 +36,13 @@ def step(
     per_rank: int = 1,
     row: bool = False,
     reduced_once: bool = True,
+    overlap: bool = False,
     **sizes: Any,
 ) -> Step:
     """A step of the tiny model, right as it is.
 
     Its vocabulary is whole. With `row` its head has a weight of its own, cut by rows: its input is sliced. Without `reduced_once` it is
-    not optimized.
+    not optimized; with `overlap` linears are joined with what they enter by.
     """
     placed = Mesh.of(mesh)
     given, batch = tiny(layers=layers, **sizes)
@@ -50,7 +51,7 @@ def step(
         model.head = nn.Linear(6, 7, bias=False)
         given = captured(model, batch)
     rewritten = local(given, placed.tp, embed="whole", head="row" if row else "whole")
-    made = optimize(rewritten) if reduced_once else rewritten
+    made = optimize(rewritten, overlap=overlap) if reduced_once else rewritten
     stages = split(made, placed.pp, costs(given, batch), per_rank)
     options = Options(microbatches=microbatches, schedule=schedule, stages_per_rank=per_rank)
     found = step_of(made, stages, placed, options, sizes_of(given, batch))

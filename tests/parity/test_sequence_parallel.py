@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tpcompile.mesh import Mesh
 from tpcompile.rules import op_name
 from tpcompile.simulate import compare
 
-NAMES = ("enter", "reduce", "seq_gather", "seq_linear", "seq_scatter", "seq_slice", "seq_whole")
+NAMES = ("enter", "enter_linear", "kept_linear", "reduce", "seq_gather", "seq_linear", "seq_scatter", "seq_slice", "seq_whole")
 
 
 def counted(compilation: Compilation, *, large: bool = True) -> dict[str, int]:
@@ -35,7 +36,7 @@ def counted(compilation: Compilation, *, large: bool = True) -> dict[str, int]:
 def test_without_it(name: str, mesh: str) -> None:
     model, batch, _ = made(name)
     compilation = compiled(name, mesh, sequence_parallel=False)
-    assert not counted(compilation).keys() & {"seq_gather", "seq_scatter", "seq_slice", "seq_whole"}
+    assert not counted(compilation).keys() & {"kept_linear", "seq_gather", "seq_scatter", "seq_slice", "seq_whole"}
     report = compare(model, compilation, batch)
     assert report.ok, f"\n{report}"
 
@@ -46,7 +47,8 @@ def test_gathering_again_in_backward(name: str, mesh: str) -> None:
     """As many operators as values that were gathered; none of those is left."""
     model, batch, _ = made(name)
     kept, compilation = compiled(name, mesh), compiled(name, mesh, sequence_parallel="regather")
-    assert counted(compilation)["seq_linear"] == counted(kept)["seq_gather"] > 1 and "seq_gather" not in counted(compilation)
+    assert counted(compilation)["seq_linear"] == counted(kept)["kept_linear"] > 1
+    assert "seq_gather" not in {*counted(compilation), *counted(kept)} and "kept_linear" not in counted(compilation)
     report = compare(model, compilation, batch)
     assert report.ok, f"\n{report}"
 
@@ -80,7 +82,7 @@ def test_what_crosses_a_boundary_is_a_share_of_the_residual_stream() -> None:
 @pytest.mark.parametrize(("of", "to"), [("seq_gather", "seq_whole"), ("seq_whole", "seq_gather")])
 def test_the_wrong_gradient_of_a_gather(of: str, to: str) -> None:
     """A partial gradient that is not summed, and a whole one that is."""
-    compilation = compiled("gpt", "tp=2", vocab_parallel=False)
+    compilation = compiled("gpt", "tp=2", vocab_parallel=False, overlap=False)
 
     def change(graph: fx.Graph, node: fx.Node, by: dict[fx.Node, fx.Node]) -> fx.Node | None:
         if op_name(node) != f"tpcompile.{of}.default":
@@ -97,8 +99,9 @@ def test_the_wrong_gradient_of_a_gather(of: str, to: str) -> None:
 
 def test_two_norms_of_one_value_enter_once() -> None:
     """A parallel residual with two norms: one all-reduce forward and one backward in every layer."""
-    assert counted(compiled("neox", "tp=2", sequence_parallel=False, vocab_parallel=False)) == {"enter": 2, "reduce": 2}
-    assert counted(compiled("gpt", "tp=2", sequence_parallel=False, vocab_parallel=False)) == {"enter": 4, "reduce": 4}
+    alike: dict[str, Any] = {"sequence_parallel": False, "vocab_parallel": False, "overlap": False}
+    assert counted(compiled("neox", "tp=2", **alike)) == {"enter": 2, "reduce": 2}
+    assert counted(compiled("gpt", "tp=2", **alike)) == {"enter": 4, "reduce": 4}
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3"])

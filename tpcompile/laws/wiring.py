@@ -20,7 +20,7 @@ from tpcompile.factors import LayoutError
 from tpcompile.ir import Local, results
 from tpcompile.laws.places import broken
 from tpcompile.layout import Layout, TensorType, fits, same, whole
-from tpcompile.operation import op_name, view_op
+from tpcompile.operation import Op, op_name, view_op
 from tpcompile.rules import addend, forward, has_rule, no_rule
 
 ADD = "aten.add.Tensor"
@@ -97,18 +97,25 @@ class _Wiring:
         return isinstance(kind, (TensorType, tuple))
 
     def check_item(self, node: fx.Node) -> None:
-        """An item of several outputs is that output; of joined linear layers, the one whose weight stands in its place."""
+        """An item of several outputs is that output."""
         made, index = node.args
         assert isinstance(made, fx.Node) and isinstance(index, int)
         origin, parts = self.whole.get(self.local.origins.get(node.name, "")), self.local.layouts.get(made.name)
         if origin is not None and op_name(made) in LINEARS:
-            value, *_, weights, biases = made.args
-            assert isinstance(weights, (list, tuple)) and isinstance(biases, (list, tuple))
-            given = [one for one in (value, weights[index], *biases[index : index + 1]) if isinstance(one, fx.Node)]
-            self.check_operands(node, list(zip(view_op(origin, self.program.types).operands, given, strict=True)))
+            self.check_joined(node, view_op(origin, self.program.types), made, index)
         layout = self.local.layouts.get(node.name)
         if isinstance(parts, tuple) and isinstance(layout, Layout) and not same(parts[index], layout):
             raise broken(self.local, node, f"is {parts[index]} and is declared {layout}")
+
+    def check_joined(self, node: fx.Node, op: Op, made: fx.Node, index: int) -> None:
+        """An item of joined linear layers is the layer whose weight stands in its place, of their value made whole."""
+        value, *_, weights, biases = made.args
+        assert isinstance(weights, (list, tuple)) and isinstance(biases, (list, tuple))
+        given = [one for one in (value, weights[index], *biases[index : index + 1]) if isinstance(one, fx.Node)]
+        self.check_operands(node, list(zip(op.operands, given, strict=True)))
+        layouts = [self.local.layouts.get(one.name) for one in given]
+        if all(isinstance(layout, Layout) for layout in layouts):
+            self.check_rule(node, op, [whole(*op.ins[0].shape), *layouts[1:]])  # type: ignore[list-item]
 
     def check_returned(self) -> None:
         """What the program returns, the rank returns, in the same places."""
@@ -158,13 +165,17 @@ class _Wiring:
         """The rule of the operation, applied to its operands as they are, makes the layout that is declared."""
         if op_name(node) == "tpcompile.look_up.default" or not self.is_tensor(origin):
             return
-        op, declared = view_op(origin, self.program.types), self.local.layouts.get(node.name)
+        op = view_op(origin, self.program.types)
         ins: list[Layout] = []
         for operand, kind in zip(op.operands, op.ins, strict=True):
             one = self.local.layouts.get(given[operand].name) if operand in given else whole(*kind.shape)
             if not isinstance(one, Layout):
                 return
             ins.append(one)
+        self.check_rule(node, op, ins)
+
+    def check_rule(self, node: fx.Node, op: Op, ins: list[Layout]) -> None:
+        declared = self.local.layouts.get(node.name)
         expected = list(declared) if isinstance(declared, tuple) else [declared] if declared is not None else []
         if not expected or all(layout.is_whole for layout in (*ins, *expected)):
             return
