@@ -58,6 +58,7 @@ class _Linears(torch.autograd.Function):
         ctx.to_inputs, ctx.way, ctx.where, ctx.count, ctx.shape = backward, way, where, count, whole.shape
         asked = ctx.needs_input_grad[4:]
         kept = [x if way.again else whole] if any(asked[1 : 1 + count]) else []
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept, *(given[:count] if asked[0] else ()))
         return tuple(_linears(whole, given[:count], given[count:]))
 
