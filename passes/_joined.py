@@ -10,6 +10,7 @@ again there.
 from __future__ import annotations
 
 import operator
+import re
 
 import torch
 from torch import fx
@@ -54,9 +55,10 @@ def _join(
     for operand in made_after:
         linears[0].prepend(operand)
         order[operand] = order[linears[0]] - 0.5
+    name = re.sub(r"_default(?=_\d+$|$)", "", linears[0].name)
     with graph.inserting_before(linears[0]):
         args = (*value.args, weights, [] if biases[0] is None else biases)
-        made = graph.create_node("call_function", target, args, {}, f"{linears[0].name}_all")  # type: ignore[arg-type]
+        made = graph.create_node("call_function", target, args, {}, f"{name}_all")  # type: ignore[arg-type]
     layouts[made.name] = tuple(layouts[linear.name] for linear in linears)  # type: ignore[misc]
     for index, linear in enumerate(linears):
         linear.target, linear.args, linear.kwargs = operator.getitem, (made, index), {}

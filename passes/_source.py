@@ -70,8 +70,8 @@ def stem(node: fx.Node) -> str:
     """A node's name without numbers, so that equal layers have equal names; a bare operation's is `split`, not `split_default`."""
     name = re.sub(r"_\d+(?=_|$)", "", node.name)
     if isinstance(node.target, torch._ops.OpOverload):
-        name = name.removesuffix(f"_{node.target._overloadname.lower()}")
-    return name
+        return name.removesuffix(f"_{node.target._overloadname.lower()}")
+    return name.removesuffix("_default")  # of a linear layer that is joined with others, and has been an operation
 
 
 def literal(value: Any, names: Mapping[fx.Node, str]) -> str:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from torch import fx, nn
 
+from tpcompile.collectives.table import LINEARS
 from tpcompile.errors import TpcompileError
 from tpcompile.graphs import copy_graph
 from tpcompile.ir import PerRank, Program, Stage
@@ -34,6 +35,7 @@ from tpcompile.passes._source import (
     type_text,
 )
 from tpcompile.passes._tree import Numbers, Tree, assignment, attribute, constructor, numbered, quoted
+from tpcompile.rules import op_name
 
 _HEAD = '''"""Stage {index} of {count}, made by tpcompile. Parameters and buffers are empty until their values are loaded, by name.{needs}
 
@@ -302,8 +304,12 @@ class _Writer:
         return statement(target, f"{call.target}({arguments})", dead, "")
 
     def _origin(self, node: fx.Node) -> str:
-        """The user's line; for what a pass added, its value's, but for our operators: their value's may be in another layer."""
+        """The user's line; for what a pass added, its value's, but for our operators: their value's may be in another layer.
+
+        Of joined linear layers it is the first one's.
+        """
         sources = self.about.program.sources
+        node = next(iter(node.users)) if op_name(node) in LINEARS else node
         ours = getattr(node.target, "namespace", "") == "tpcompile"
         return origin(sources.get(node.name) or sources.get("" if ours else self.about.origins.get(node.name, "")))
 

@@ -249,6 +249,8 @@ def _flops(node: fx.Node, types: Mapping[str, Any]) -> int:
         outs: Sequence[TensorType] = types[node.name]
         weights: Sequence[Any] = node.args[-2]  # type: ignore[assignment]
         return sum(2 * _size(out) * int(types[weight.name].shape[-1]) for out, weight in zip(outs, weights, strict=True))
+    if op_name(node) == "getitem" and op_name(node.all_input_nodes[0]) in LINEARS:
+        return 0
     return int(node_flops(node, types))
 
 
