@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import captured_once
 import parity_models
 import torch
 import torch.distributed as dist
@@ -162,5 +163,6 @@ def members(mesh: Mesh, sent: Sent, rank: int) -> tuple[int, ...]:
 
 def steps(cases: tuple[Case, ...]) -> list[Traffic]:
     """Several cases of one mesh, in the same processes."""
+    captured_once.begin()
     torch.manual_seed(0)
     return [step(case) for case in cases]
