@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import captured_once
 import torch
 import torch.distributed as dist
 import transformers
@@ -150,6 +151,7 @@ def first(names: list[str], mesh: str, directory: str) -> dict[str, First]:
 
 def second(jobs: list[tuple[str, str]], directory: str, back: str) -> dict[tuple[str, str], Found]:
     """For each model and mesh: load, save under another name, two more steps."""
+    captured_once.begin()
     made = {}
     for name, mesh in jobs:
         _, expected = reference(name, 4)

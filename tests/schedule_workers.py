@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import captured_once
 import torch
 from parity_models import made as parity
 from state_models import made as stateful
@@ -149,4 +150,5 @@ def buffer_error(compiled: Compiled, alone: nn.Module) -> float:
 
 def run(cases: tuple[Case, ...]) -> list[Found]:
     """Several cases of one mesh, in the same processes."""
+    captured_once.begin()
     return [trained(case) for case in cases]

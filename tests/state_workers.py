@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import captured_once
 import torch
 from state_models import made
 from torch import Tensor, nn
@@ -85,4 +86,5 @@ def _plain(tensor: Any) -> Tensor:
 
 
 def run(cases: tuple[tuple[Callable[[Case], Found], Case], ...]) -> list[Found]:
+    captured_once.begin()
     return [work(case) for work, case in cases]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import captured_once
 import torch
 import transformers
 from torch import Tensor, nn
@@ -278,6 +279,7 @@ def train_on_own_mesh(case: Case) -> Found:
 
 def run(jobs: tuple[tuple[Callable[..., Any], Case], ...]) -> list[Any]:
     """Several cases of one mesh, in the same processes: starting these is what costs."""
+    captured_once.begin()
     return [function(case) for function, case in jobs]
 
 
