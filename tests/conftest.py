@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    set_aside()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_by_others() -> Iterator[None]:
+    """What the tests of a file leave is not looked through by every collection of garbage in the files that follow."""
+    yield
+    set_aside()
+
+
+def set_aside() -> None:
+    """Of 1.5 million objects, full collections took 32 of 221 seconds of 355 tests; now, 5."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
-import export_workers
 import numpy as np
 import parity_models
 import pytest
 import torch
+from format_models import model_of
 from torch import Tensor, nn
 
 import tpcompile
@@ -19,29 +18,6 @@ from tpcompile.export.check import check_formats, run_onnx, whole_inputs
 from tpcompile.export.read import Saved
 
 pytest.importorskip("onnx")
-
-
-def model_of(name: str, *, layers: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
-    if name.startswith("t5"):
-        model, batch = t5()
-        return model, batch if name == "t5" else {"input_ids": batch["input_ids"], "labels": batch["decoder_input_ids"]}
-    made, batch, _ = parity_models.made(name, torch.float32)
-    model = copy.deepcopy(made).eval()
-    for path, module in list(model.named_modules()):
-        if isinstance(module, nn.ModuleList):
-            model.set_submodule(path, module[:layers])
-    return model, batch
-
-
-def t5() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A layer before and one after: a stage each."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=41, d_model=16, d_kv=4, d_ff=22, num_layers=1, num_heads=4, use_cache=False, pad_token_id=0)
-    config.decoder_start_token_id = 0
-    ids = parity_models.tokens()
-    return T5ForConditionalGeneration(config).eval(), {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
 
 
 @pytest.fixture(scope="module")
@@ -136,72 +112,3 @@ def test_random_numbers_are_not_compared(tmp_path: Path) -> None:
     tpcompile.compile(made, "tp=2", batch).emit(tmp_path, formats=["pt2"])
     with pytest.raises(InputError, match="the program draws random numbers: its formats are given the key of a step"):
         check_formats(tmp_path)
-
-
-class Sums(nn.Module):
-    """What it returns is what ranks have summed, and nothing is done with that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.relu(self.up(x)))
-        return out
-
-
-class TestPackages:
-    @pytest.mark.processes
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("name", "mesh"), [("llama", "tp=2"), ("gpt", "pp=2")])
-    def test_they_are_the_model(self, tmp_path: Path, name: str, mesh: str) -> None:
-        model, batch = model_of(name, layers=1 if mesh == "tp=2" else 2)
-        tpcompile.compile(model, mesh, batch).emit(tmp_path, formats=["aoti"])
-        batches = [batch, {key: value[:3, :5].contiguous() for key, value in batch.items()}]
-        saved = Saved.open(tmp_path)
-        for found in tpcompile.launch(export_workers.packaged, mesh, str(tmp_path), batches):
-            for given, made in zip(batches, found, strict=True):
-                with torch.no_grad():
-                    expected = model(**given)
-                logits, loss = expected["logits"], expected["loss"]
-                assert any(value.shape == logits.shape and (value - logits).abs().max() < 1e-5 for value in made.values())
-                assert abs(made[saved.content["program"]["loss"]["name"]] - loss) < 1e-5
-        assert check_formats(tmp_path)["aoti"] < 1e-5
-
-    @pytest.mark.processes
-    @pytest.mark.slow
-    def test_outputs_that_were_reduced_can_be_dropped(self, tmp_path: Path) -> None:
-        """torch runs a package under Python's lock: were its outputs tensors that gloo still holds, ranks would come to wait for ever."""
-        torch.manual_seed(0)
-        model, x = Sums(), torch.randn(4, 3, 6)
-        tpcompile.compile(model, "tp=2", x, sequence_parallel=False).emit(tmp_path, formats=["aoti"])
-        for made in tpcompile.launch(export_workers.packaged_often, "tp=2", str(tmp_path), x, 200, timeout=120):
-            assert (made - model(x)).abs().max() < 1e-5
-        content = bytearray((tmp_path / "rank_000.aoti.pt2").read_bytes())
-        content[-1] ^= 1
-        (tmp_path / "rank_000.aoti.pt2").write_bytes(content)
-        with pytest.raises(InputError, match=r"rank_000\.aoti\.pt2 is not the file that was written"):
-            check_formats(tmp_path)
-
-    def test_without_a_compiler_nothing_is_written(self, tmp_path: Path) -> None:
-        import torch._inductor.config as inductor
-
-        compiled = tpcompile.compile(Sums(), "tp=2", torch.randn(4, 3, 6))
-        with inductor.patch({"cpp.cxx": (str(tmp_path / "no-compiler"),)}), pytest.raises(InputError) as raised:
-            compiled.emit(tmp_path / "build", formats=["aoti"])
-        assert "AOTInductor finds no C++ compiler" in str(raised.value) and "name one in the environment variable CXX" in str(raised.value)
-        assert not (tmp_path / "build").exists()
-
-    def test_what_cannot_be_compiled_is_refused_with_the_reason(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def failing(*_: Any, **__: Any) -> None:
-            raise RuntimeError("no kernel for this\nand a page of more")
-
-        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", failing)
-        with pytest.raises(Refused) as raised:
-            tpcompile.compile(Sums(), "tp=2", torch.randn(4, 3, 6)).emit(tmp_path, formats=["aoti"])
-        assert raised.value.what == "AOTInductor cannot package stage 0: no kernel for this" and not any(tmp_path.iterdir())
-
-    def test_random_numbers_are_refused(self, tmp_path: Path) -> None:
-        made, batch, _ = parity_models.made("gpt2", torch.float32)
-        with pytest.raises(Refused, match="the program draws random numbers, which aoti does not repeat"):
-            tpcompile.compile(made, "tp=2", batch).emit(tmp_path, formats=["pt2", "aoti"])
