@@ -59,8 +59,9 @@ def test_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ranks()
     assert status("bytes", False, [*BYTES, "--json", str(tmp_path / "bytes.json")], monkeypatch) == 0
     rows = {row["call"]: row for row in json.loads((tmp_path / "bytes.json").read_text())}
-    assert set(rows) == {"all_gather", "all_gather of update", "all_reduce"} and all(row["equal"] for row in rows.values())
-    assert rows["all_gather"]["recorded"]["bytes"] == 24
+    assert set(rows) == {"all_gather", "all_gather of update", "all_reduce", "all_reduce of clipping"}
+    assert all(row["equal"] for row in rows.values())
+    assert rows["all_gather"]["recorded"]["bytes"] == 24 and rows["all_reduce of clipping"]["recorded"]["bytes"] == 8
     parameters, gradients = (rows[call]["recorded"]["bytes"] for call in ("all_gather of update", "all_reduce"))
     assert gradients - 16 == 2 * parameters > 10**5, "the loss and one count besides; all rows divide by two"
 
