@@ -1,4 +1,4 @@
-"""What processes hand to each other in a step of training, in clipping and in the optimizer's step, by mesh axis and call, beside what `explain()` says.
+"""What processes hand over in a step of training, in clipping and in the optimizer's step, by axis and call, beside what `explain()` says.
 
     python benchmarks/bytes.py                                     two processes at most, then four
     python benchmarks/bytes.py --meshes "tp=2 dp=2" --models gpt2  some
