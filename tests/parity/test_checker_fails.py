@@ -41,7 +41,7 @@ def test_no_enter() -> None:
     def change(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
         return made[node.all_input_nodes[0]] if node.name == "layer_norm_1_enter" else None
 
-    report = broken("gpt", compiled("gpt", "tp=2", sequence_parallel=False), change)
+    report = broken("gpt", compiled("gpt", "tp=2", sequence_parallel=False, overlap=False), change)
     assert first(report) == ("gradient", "layer_norm_1", 0)
     assert report.loss_error <= report.tolerance.loss and report.output_error <= report.tolerance.gradient
     assert report.grad_errors["blocks.0.norm_2.weight"] > 1e-3
@@ -55,6 +55,19 @@ def test_a_doubled_enter() -> None:
             return None
         again = graph.call_function(ops.enter.default, (made[node.all_input_nodes[0]], "tp"))
         return graph.create_node("call_function", ops.enter.default, (again, "tp"), name=node.name)
+
+    made = compiled("gpt", "tp=3", sequence_parallel=False, overlap=False)
+    assert first(broken("gpt", made, change)) == ("gradient", "layer_norm_1", 0)
+
+
+def test_an_enter_before_joined_linears() -> None:
+    """They sum the gradient of what they read themselves."""
+
+    def change(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        if node.target is not ops.enter_linear.default or node.all_input_nodes[0].name != "layer_norm_1":
+            return None
+        once = graph.call_function(ops.enter.default, (made[node.all_input_nodes[0]], "tp"))
+        return graph.create_node("call_function", node.target, (once, *fx.map_arg(node.args[1:], made.__getitem__)), name=node.name)  # type: ignore[arg-type,misc]
 
     assert first(broken("gpt", compiled("gpt", "tp=3", sequence_parallel=False), change)) == ("gradient", "layer_norm_1", 0)
 
