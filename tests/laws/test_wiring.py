@@ -102,3 +102,13 @@ def test_a_joined_linear_with_the_weight_of_its_neighbour() -> None:
 
     error = refused(edited(given, change), "linear_1 = getitem: reads p_", line="")
     assert "v_proj_weight, a piece of" in error.what and "k_proj_weight" in error.what
+
+
+def test_joined_linears_of_another_value() -> None:
+    change = other_operand("linear_2_all", "add", "layer_norm")
+    refused(edited(step(overlap=True), change), "linear_2 = getitem: reads layer_norm, a piece of layer_norm, and the program reads add")
+
+
+def test_joined_linears_whose_weight_is_cut_otherwise() -> None:
+    made = edited(step(overlap=True), nothing, p_layers_0_up_weight="[5@tp{0:2, 2:5}, 6]")
+    refused(made, "linear_2 = getitem: ")
