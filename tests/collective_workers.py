@@ -127,6 +127,29 @@ def traced(rank: int, size: int, group: str) -> None:
     assert seen == {"gloo:all_reduce": claimed["all_reduce"], "gloo:all_gather": claimed["all_gather"]}, seen
 
 
+def along_positions(rank: int, size: int, group: str) -> None:
+    """Values in pieces along one dimension, of rows that are one or several: whole, in pieces, and summed; gradients too."""
+    generator = torch.Generator().manual_seed(5)
+    for shape, dim in (((2, 6, 3), 1), ((2, 7, 3), 1), ((1, 6, 3), 1), ((6, 2, 3), 0), ((2, 3, 9), 2), ((3, 2, 6, 2), 2), ((2, 2, 3), 1)):
+        length = shape[dim]
+        values, grads = (torch.rand((size, *shape), generator=generator, dtype=torch.float64) for _ in range(2))
+        own = collectives.piece(length, rank, size)
+        pieces = [grads[c].narrow(dim, *collectives.piece(length, c, size)) for c in range(size)]
+        whole, cut = values[0], values[0].narrow(dim, *own)
+        cases = {
+            "seq_gather": (cut, whole, grads[rank], grads.sum(0).narrow(dim, *own)),
+            "seq_whole": (cut, whole, grads[rank], grads[rank].narrow(dim, *own)),
+            "seq_scatter": (values[rank], values.sum(0).narrow(dim, *own), pieces[rank], torch.cat(pieces, dim)),
+            "seq_slice": (whole, cut, pieces[rank], torch.cat(pieces, dim)),
+        }
+        for name, (given, made, grad, expected) in cases.items():
+            x = given.clone().requires_grad_()
+            found = getattr(collectives, name)(x, group, dim, length)
+            found.backward(grad)
+            assert torch.allclose(found, made) and found.is_contiguous() and x.grad is not None, (name, shape)
+            assert torch.allclose(x.grad, expected), (name, shape)
+
+
 def under_way(rank: int, size: int, group: str) -> None:
     """In backward of linears that gather again, products are computed between a collective and the wait for it, as a trace shows."""
     start, count = collectives.piece(7, rank, size)
@@ -142,6 +165,7 @@ def under_way(rank: int, size: int, group: str) -> None:
 
 def everything(rank: int, size: int, group: str) -> None:
     forward_and_backward(rank, size, group)
+    along_positions(rank, size, group)
     under_way(rank, size, group)
     traced(rank, size, f"{collectives.unbound('tp', rank, size)}={group}")
     misplaced = nn.Module()

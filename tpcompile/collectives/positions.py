@@ -6,6 +6,7 @@ transport, and cut after.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,9 +37,13 @@ def start_gather(x: Tensor, axis: str, dim: int, length: int) -> Callable[[], Te
     parts = place(axis)[1]
     if parts == 1:
         return partial(x.clone, memory_format=torch.contiguous_format)
+    functional = torch.ops._c10d_functional
+    if _in_rows(x, dim, length, parts):
+        gathered = functional.all_gather_into_tensor.default(x.contiguous(), parts, group_of(axis))
+        return lambda: torch.cat(functional.wait_tensor.default(gathered).chunk(parts), dim)
     longest = -(-length // parts)
     rows = _padded(x.movedim(dim, 0), longest)
-    functional, sent = torch.ops._c10d_functional, bool(rows.numel())
+    sent = bool(rows.numel())
     if sent:
         rows = functional.all_gather_into_tensor.default(rows, parts, group_of(axis))
 
@@ -61,12 +66,17 @@ def start_scatter(x: Tensor, axis: str, dim: int, length: int) -> Callable[[], T
     coordinate, parts = place(axis)
     if parts == 1:
         return partial(x.clone, memory_format=torch.contiguous_format)
+    functional = torch.ops._c10d_functional
+    if _in_rows(x, dim, length, parts):
+        together = torch.cat(x.to(summed_in(x.dtype)).chunk(parts, dim))
+        summed = functional.reduce_scatter_tensor.default(together, "sum", parts, group_of(axis))
+        return lambda: functional.wait_tensor.default(summed).to(x.dtype)
     longest, (_, own) = -(-length // parts), piece(length, coordinate, parts)
     rows = x.movedim(dim, 0)
     if length % parts:
         rows = torch.cat([_padded(rows.narrow(0, *piece(length, c, parts)), longest) for c in range(parts)])
     rows = rows.to(summed_in(x.dtype)).contiguous()
-    functional, sent = torch.ops._c10d_functional, bool(rows.numel())
+    sent = bool(rows.numel())
     if sent:
         rows = functional.reduce_scatter_tensor.default(rows, "sum", parts, group_of(axis))
 
@@ -75,6 +85,11 @@ def start_scatter(x: Tensor, axis: str, dim: int, length: int) -> Callable[[], T
         return made.to(x.dtype).narrow(0, 0, own).movedim(0, dim).contiguous()
 
     return finish
+
+
+def _in_rows(x: Tensor, dim: int, length: int, parts: int) -> bool:
+    """Whether there are several rows of equal pieces: these are sent as they lie, and put in order with one copy of the whole."""
+    return length % parts == 0 and length > 0 and math.prod(x.shape[:dim]) > 1 and x.numel() > 0
 
 
 def own_positions(x: Tensor, axis: str, dim: int, length: int) -> Tensor:
