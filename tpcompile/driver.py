@@ -195,7 +195,7 @@ def _without_collecting() -> Iterator[None]:
         yield
     finally:
         if collecting:
-            if gc.get_count()[0] > MANY:
+            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # what somebody has frozen stays so
                 gc.freeze()
                 gc.unfreeze()
                 _put_off.append(True)
